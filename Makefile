@@ -1,0 +1,97 @@
+# `make help` lists what there is. Everything sets up its own environment on first use.
+
+PYTHON ?= python3
+DEVICE ?= cuda
+ARCH ?= x86_64
+export DEVICE ARCH UPSTREAM_WHEEL VERSION BIDIR_CACHE SOURCE_DATE_EPOCH
+
+BUILD_ENV := .venv-build
+TEST_ENV := .venv-test
+BUILD_PY := $(BUILD_ENV)/bin/python
+TEST_PY := $(CURDIR)/$(TEST_ENV)/bin/python
+TOOL := $(BUILD_PY) -m tools.build
+CPU_WHEEL = $(firstword $(wildcard dist/vllm-*+cpu.bidir.*_x86_64.whl))
+WHEEL_INPUTS := upstream.toml NOTICE $(shell find patches overlay tools/build -type f -not -name '*.pyc')
+PYTEST := PYTHONDONTWRITEBYTECODE=1 $(TEST_PY) -m pytest -q
+
+.PHONY: help wheel prove check-installed lint import refresh test test-fast test-full \
+	test-wheel test-patches test-upstream test-e2e bench-build clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "  variables: DEVICE=cuda|cpu  ARCH=x86_64|aarch64  UPSTREAM_WHEEL=path  BIDIR_CACHE=folder"
+
+wheel: $(BUILD_ENV)/.made ## build and prove the wheel: dist/vllm-0.29.0+bidir.N-….whl
+	@$(TOOL) wheel
+
+prove: $(BUILD_ENV)/.made ## check the wheels in dist/ again
+	@$(TOOL) prove dist/*.whl
+
+check-installed: $(BUILD_ENV)/.made ## check an environment: make check-installed ENV=path/to/venv
+	@$(TOOL) check-installed --python $(or $(ENV),$(TEST_ENV))/bin/python
+
+lint: $(BUILD_ENV)/.made ## patches and series, import rules, ruff, mypy
+	@$(TOOL) lint
+	@$(BUILD_ENV)/bin/ruff check .
+	@$(BUILD_ENV)/bin/ruff format --check .
+	@$(BUILD_ENV)/bin/mypy
+
+import: $(BUILD_ENV)/.made ## make a patch of an upstream diff: make import DIFF=40186.diff
+	@$(TOOL) import $(DIFF)
+
+refresh: $(BUILD_ENV)/.made ## rebase the patches: make refresh TO=0.30.0 [CONTINUE=1 | DRY_RUN=1]
+	@$(TOOL) refresh --to $(TO) $(if $(CONTINUE),--continue) $(if $(DRY_RUN),--dry-run)
+
+test: lint test-fast test-wheel test-patches test-upstream test-e2e ## everything, CPU only
+
+test-full: test ## the same with the full numbers of the long suites
+
+test-fast: $(BUILD_ENV)/.made ## no engine, no vllm: under a minute
+	$(BUILD_PY) -m pytest -q tests/unit tests/property
+
+test-wheel: $(TEST_ENV)/.made ## invariants of the real CPU wheel
+	$(PYTEST) tests/wheel
+
+test-patches: $(TEST_ENV)/.made ## the patched serving classes, and that each patch is needed
+	$(PYTEST) tests/patches
+
+test-upstream: $(TEST_ENV)/.made ## the base release's own tests against our wheel
+	$(PYTEST) tests/upstream
+
+test-e2e: $(TEST_ENV)/.made ## two real CPU engines
+	$(PYTEST) tests/e2e
+
+bench-build: $(BUILD_ENV)/.made ## time and memory of a build against repacking with `wheel`
+	@$(BUILD_PY) -m tools.bench.build
+
+clean: ## remove build results and environments (the download cache stays)
+	rm -rf build dist $(BUILD_ENV) $(TEST_ENV)
+
+$(BUILD_ENV)/.made: tools/requirements/build.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "error: Python 3.10 or newer is needed; try make PYTHON=python3.12" >&2; exit 2; }
+	@echo "setting up $(BUILD_ENV)" >&2
+	@$(PYTHON) -m venv $(BUILD_ENV)
+	@$(BUILD_PY) -m pip install -q --upgrade 'pip>=23.1'
+	@$(BUILD_PY) -m pip install -q -r tools/requirements/build.txt
+	@touch $@
+
+# The CPU wheel is rebuilt when anything that goes into it changes; torch comes first, alone, so
+# that the resolver keeps that build.
+build/cpu-wheel.made: $(BUILD_ENV)/.made $(WHEEL_INPUTS)
+	@rm -f dist/vllm-*+cpu.bidir.*_x86_64.whl
+	@DEVICE=cpu ARCH=x86_64 $(TOOL) wheel
+	@mkdir -p build && touch $@
+
+$(TEST_ENV)/.base: tools/requirements/test.txt tools/requirements/build.txt | build/cpu-wheel.made
+	@echo "setting up $(TEST_ENV): torch, vllm's requirements, nixl (a few minutes)" >&2
+	@$(PYTHON) -m venv $(TEST_ENV)
+	@$(TEST_PY) -m pip install -q --upgrade 'pip>=23.1'
+	@$(TEST_PY) -m pip install -q torch==2.13.0
+	@$(TEST_PY) -m pip install -q $(CPU_WHEEL) -r tools/requirements/test.txt
+	@touch $@
+
+$(TEST_ENV)/.made: $(TEST_ENV)/.base build/cpu-wheel.made
+	@$(TEST_PY) -m pip install -q --force-reinstall --no-deps $(CPU_WHEEL)
+	@$(TEST_PY) -m tools.build check-installed --manifest $(CPU_WHEEL:.whl=.manifest.json)
+	@touch $@

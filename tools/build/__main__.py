@@ -1,0 +1,145 @@
+"""The command line of the build tool: `python -m tools.build --help`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tools.build.errors import EXIT_CODES, BuildError
+from tools.build.fetch import fetch
+from tools.build.installed import check_installed, site_folders
+from tools.build.manifest import manifest_path, read_manifest
+from tools.build.pins import ARCHES, DEVICES
+from tools.build.pipeline import Checkout, Options, build, select
+from tools.build.prove import prove
+
+ROOT = Path(__file__).resolve().parents[2]
+
+EXAMPLES = """examples:
+  python -m tools.build wheel                           the CUDA wheel, into dist/
+  python -m tools.build wheel --device cpu              the CPU wheel
+  python -m tools.build wheel --arch aarch64            for Arm, on any machine
+  python -m tools.build prove dist/vllm-*.whl           check a finished wheel again
+  python -m tools.build check-installed --python venv/bin/python
+"""
+
+
+def say(line: str) -> None:
+    """Progress goes to stderr, so that stdout carries results only."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _options(args: argparse.Namespace) -> Options:
+    options = Options.from_environment(os.environ, args.out)
+    return replace(
+        options,
+        device=args.device or options.device,
+        arch=args.arch or options.arch,
+        version=args.base_version or options.version,
+        upstream_wheel=args.upstream_wheel or options.upstream_wheel,
+    )
+
+
+def _wheel(args: argparse.Namespace) -> None:
+    begun = time.monotonic()
+    built = build(Checkout(ROOT), _options(args), say)
+    proof = built.proof
+    say(
+        f"proven: {proof.members} members, {proof.untouched} as released, "
+        f"{proof.patched} patched, {proof.added} added, {time.monotonic() - begun:.1f} s"
+    )
+    print(built.wheel)
+
+
+def _prove(args: argparse.Namespace) -> None:
+    checkout = Checkout(ROOT)
+    for wheel in args.wheels:
+        manifest = read_manifest(args.manifest or manifest_path(wheel))
+        wanted = manifest.base
+        options = replace(
+            _options(args), device=wanted.device, arch=wanted.arch, version=wanted.version
+        )
+        pins, base, _ = select(checkout, options)
+        base_wheel = fetch(pins, base, options.cache, options.upstream_wheel, say)
+        proof = prove(wheel, base_wheel, manifest)
+        print(f"{wheel}: proven, {proof.members} members, {proof.untouched} as released")
+
+
+def _check_installed(args: argparse.Namespace) -> None:
+    manifest = read_manifest(args.manifest) if args.manifest else None
+    found = check_installed(site_folders(args.python), manifest)
+    print(f"vllm {found.version}: {found.files} files as built, no other owner of vllm/")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.build",
+        description=__doc__,
+        epilog=f"{EXAMPLES}\n{EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+
+    def command(name: str, what: str, example: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name,
+            help=what,
+            description=what[0].upper() + what[1:] + ".",
+            epilog=f"example:\n  python -m tools.build {example}\n\n{EXIT_CODES}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def base_options(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--device", choices=DEVICES, help="default: $DEVICE or cuda")
+        sub.add_argument("--arch", choices=ARCHES, help="default: $ARCH or x86_64")
+        sub.add_argument("--base-version", help="default: $VERSION or upstream.toml's")
+        sub.add_argument(
+            "--upstream-wheel",
+            type=Path,
+            metavar="PATH",
+            help="use this file as the base instead of downloading ($UPSTREAM_WHEEL)",
+        )
+        sub.add_argument("--out", type=Path, default=Path("dist"), help="default: dist")
+
+    wheel = command("wheel", "build and prove a wheel", "wheel --device cpu")
+    base_options(wheel)
+    wheel.set_defaults(run=_wheel)
+
+    proof = command("prove", "check finished wheels against manifest and base", "prove dist/*.whl")
+    proof.add_argument("wheels", type=Path, nargs="+", metavar="WHEEL")
+    proof.add_argument("--manifest", type=Path, help="default: the file beside the wheel")
+    base_options(proof)
+    proof.set_defaults(run=_prove)
+
+    installed = command(
+        "check-installed",
+        "check the vllm of an environment against its RECORD and a manifest",
+        "check-installed --python venv/bin/python",
+    )
+    installed.add_argument("--python", default=sys.executable, help="default: this interpreter")
+    installed.add_argument("--manifest", type=Path, help="also compare with this manifest")
+    installed.set_defaults(run=_check_installed)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; errors are printed once, with their exit code (see --help)."""
+    args = _parser().parse_args(argv)
+    try:
+        args.run(args)
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("stopped; nothing half-written was left", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
