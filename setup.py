@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from setuptools import Command, setup
+from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.dist_info import dist_info
 from setuptools.command.editable_wheel import editable_wheel
@@ -44,31 +44,26 @@ class PatchedDistInfo(dist_info):
             (Path(self.dist_info_dir) / name).write_bytes(data)
 
 
-class Refused(Command):
-    """What a tree without vLLM's own sources cannot give."""
+def refuse() -> None:
+    raise SystemExit(
+        "error: this checkout holds patches and an overlay, not vLLM's sources\n"
+        "  expected  a wheel build\n"
+        "  next      make wheel, then pip install dist/*.whl"
+    )
 
-    user_options = []
 
-    def initialize_options(self) -> None:
-        pass
-
-    def finalize_options(self) -> None:
-        pass
+class NoEditable(editable_wheel):
+    """`pip install -e .` would need the sources that only the built wheel has."""
 
     def run(self) -> None:
-        raise SystemExit(
-            "error: this checkout holds patches and an overlay, not vLLM's sources\n"
-            "  expected  a wheel build\n"
-            "  next      make wheel, then pip install dist/*.whl"
-        )
+        refuse()
 
 
-class NoEditable(Refused, editable_wheel):
-    """`pip install -e .`"""
+class NoSdist(sdist):
+    """`python -m build` without -w would pack a tree that is not vLLM."""
 
-
-class NoSdist(Refused, sdist):
-    """`python -m build` without -w"""
+    def run(self) -> None:
+        refuse()
 
 
 def main() -> None:

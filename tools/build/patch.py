@@ -23,6 +23,7 @@ SEPARATOR = b"---\n"
 NO_BLOB = "0" * 40
 _HEADER = re.compile(r"([A-Z][A-Za-z-]*): ?(.*)")
 _INDEX = re.compile(r"index ([0-9a-f]+)\.\.([0-9a-f]+)(?: (\d+))?$", re.MULTILINE)
+_HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@", re.MULTILINE)
 _REFUSED = ("rename from", "copy from", "old mode", "deleted file mode", "GIT binary patch")
 
 
@@ -111,7 +112,7 @@ def parse_diff(name: str, diff: bytes) -> tuple[FilePatch, ...]:
         raise ConfigError(f"error: {name} is not a well-formed diff: {error}") from error
     if not parsed:
         raise ConfigError(f"error: {name} changes no file")
-    if str(parsed) != text:
+    if str(parsed) != _HUNK.sub(_full_header, text):
         raise ConfigError(
             f"error: {name} holds text that belongs to no file of its diff",
             next_step="export it again; nothing may stand before, between or after the diffs",
@@ -121,6 +122,11 @@ def parse_diff(name: str, diff: bytes) -> tuple[FilePatch, ...]:
     if len(set(paths)) != len(paths):
         raise ConfigError(f"error: {name} changes the same file twice")
     return files
+
+
+def _full_header(match: re.Match[str]) -> str:
+    # git leaves out a length of 1, unidiff writes it.
+    return f"@@ -{match[1]},{match[2] or 1} +{match[3]},{match[4] or 1} @@"
 
 
 def check_path(name: str, path: str) -> None:

@@ -1,0 +1,1 @@
+"""Benchmarks. They report ratios within one run; tests assert behaviour, never times."""
