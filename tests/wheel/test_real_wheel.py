@@ -17,13 +17,13 @@ from cyclonedx.validation.json import JsonStrictValidator
 
 from tools.build.archive import WheelReader
 from tools.build.errors import ProofError
-from tools.build.export import check_exports
 from tools.build.fetch import fetch
 from tools.build.hashing import sha256_file
 from tools.build.installed import check_installed, site_folders
 from tools.build.manifest import Manifest
 from tools.build.pipeline import Checkout, Options, build, select
 from tools.build.prove import prove
+from tools.build.series.export import check_exports
 
 
 def run(*command: str | Path, **env: str) -> str:
@@ -97,7 +97,7 @@ def test_patches_are_exported_canonically(checkout: Checkout, cpu_options: Optio
     pins, base, _ = select(checkout, cpu_options)
     path = fetch(pins, base, cpu_options.cache, cpu_options.upstream_wheel, print)
     with WheelReader(path) as reader:
-        assert check_exports(checkout.patches, reader.read) == []
+        assert check_exports(checkout.patches, reader.read, f"{base.name} {base.version}") == []
 
 
 @pytest.mark.parametrize("tool", ["pip", "uv"])

@@ -10,13 +10,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tools.build.errors import EXIT_CODES, BuildError
-from tools.build.fetch import fetch
+from tools.build.archive import WheelReader
+from tools.build.errors import EXIT_CODES, BuildError, ConfigError, PatchError, ProofError
+from tools.build.fetch import fetch, fetch_unpinned
+from tools.build.import_rules import check_imports
 from tools.build.installed import check_installed, site_folders
 from tools.build.manifest import manifest_path, read_manifest
+from tools.build.patch import read_series
 from tools.build.pins import ARCHES, DEVICES
 from tools.build.pipeline import Checkout, Options, build, select
 from tools.build.prove import prove
+from tools.build.series.importer import import_diff
+from tools.build.series.lint import check_patches
+from tools.build.series.refresh import refresh
+from tools.build.series.trees import base_rows, wheel_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,6 +33,9 @@ EXAMPLES = """examples:
   python -m tools.build wheel --arch aarch64            for Arm, on any machine
   python -m tools.build prove dist/vllm-*.whl           check a finished wheel again
   python -m tools.build check-installed --python venv/bin/python
+  python -m tools.build lint                            patches, series, import rules
+  python -m tools.build import 40186.diff               a patch from an upstream diff
+  python -m tools.build refresh --to 0.30.0 --dry-run   what a new release would do to them
 """
 
 
@@ -76,6 +86,54 @@ def _check_installed(args: argparse.Namespace) -> None:
     print(f"vllm {found.version}: {found.files} files as built, no other owner of vllm/")
 
 
+def _lint(args: argparse.Namespace) -> None:
+    checkout = Checkout(ROOT)
+    problems = check_patches(checkout.patches, ROOT / "tests") + check_imports(ROOT)
+    if problems:
+        raise ProofError.collect(
+            "error: the checkout breaks its own rules", problems, "see docs/patches.md"
+        )
+    print(f"{len(read_series(checkout.patches))} patches: series, headers, paths, import rules")
+
+
+def _import(args: argparse.Namespace) -> None:
+    checkout, options = Checkout(ROOT), _options(args)
+    pins, base, _ = select(checkout, options)
+    path = fetch(pins, base, options.cache, options.upstream_wheel, say)
+    with WheelReader(path) as reader:
+        release = f"{base.name} {base.version}"
+        import_diff(args.diff, checkout.patches, reader.read, release, print, args.name)
+
+
+def _refresh(args: argparse.Namespace) -> None:
+    """Three-way merges onto another release; afterwards, its rows for upstream.toml."""
+    checkout, options = Checkout(ROOT), _options(args)
+    pins, base, _ = select(checkout, options)
+    if args.to == base.version:
+        raise ConfigError(f"error: the series is for {args.to} already", next_step="--to another")
+    old = fetch(pins, base, options.cache, options.upstream_wheel, say)
+    new = fetch_unpinned(base.name, args.to, base.tag, options.cache, say)
+    report = refresh(
+        wheel_tree(old),
+        new,
+        checkout.patches,
+        ROOT / "build/refresh" / f"{base.version}-{args.to}",
+        base.version,
+        args.to,
+        print,
+        continue_=getattr(args, "continue"),
+        dry_run=args.dry_run,
+    )
+    if report.conflicts:
+        raise PatchError(f"error: {len(report.conflicts)} patch(es) do not merge into {args.to}")
+    if args.dry_run:
+        return
+    others = [b for b in pins.bases if b.version == base.version]
+    wheels = [fetch_unpinned(b.name, args.to, b.tag, options.cache, say) for b in others]
+    print("rows for upstream.toml, measured on what was downloaded just now:\n")
+    print(base_rows(wheels))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tools.build",
@@ -124,6 +182,24 @@ def _parser() -> argparse.ArgumentParser:
     installed.add_argument("--python", default=sys.executable, help="default: this interpreter")
     installed.add_argument("--manifest", type=Path, help="also compare with this manifest")
     installed.set_defaults(run=_check_installed)
+
+    lint = command("lint", "check patches, series, headers and import rules", "lint")
+    lint.set_defaults(run=_lint)
+
+    importing = command("import", "make a patch of an upstream diff", "import 40186.diff")
+    importing.add_argument("diff", type=Path, help="the diff as published")
+    importing.add_argument("--name", help="default: backports/pr-NUMBER.patch")
+    base_options(importing)
+    importing.set_defaults(run=_import)
+
+    refreshing = command("refresh", "rebase the series onto another release", "refresh --to 0.30.0")
+    refreshing.add_argument("--to", required=True, metavar="VERSION", help="the other release")
+    refreshing.add_argument(
+        "--continue", action="store_true", help="go on after a conflict was resolved"
+    )
+    refreshing.add_argument("--dry-run", action="store_true", help="report only; change nothing")
+    base_options(refreshing)
+    refreshing.set_defaults(run=_refresh)
     return parser
 
 

@@ -17,10 +17,11 @@ from unidiff.patch import Hunk as ParsedHunk
 from unidiff.patch import PatchedFile, PatchSet
 
 from tools.build.errors import ConfigError
-from tools.build.hashing import sha256_hex
+from tools.build.hashing import git_blob, sha256_hex
 
 SEPARATOR = b"---\n"
 NO_BLOB = "0" * 40
+EMPTY_BLOB = git_blob(b"")
 _HEADER = re.compile(r"([A-Z][A-Za-z-]*): ?(.*)")
 _INDEX = re.compile(r"index ([0-9a-f]+)\.\.([0-9a-f]+)(?: (\d+))?$", re.MULTILINE)
 _HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@", re.MULTILINE)
@@ -159,10 +160,10 @@ def _file_patch(name: str, file: PatchedFile) -> FilePatch:
     index = _INDEX.search(info)
     if index is None:
         raise ConfigError(f"error: {name} has no `index` line for {path}")
-    if not file:
+    added = file.source_file == "/dev/null"
+    if not file and not (added and EMPTY_BLOB.startswith(index[2])):
         raise ConfigError(f"error: {name} has no hunk for {path}")
     hunks = tuple(_hunk(name, path, number, hunk) for number, hunk in enumerate(file, 1))
-    added = file.source_file == "/dev/null"
     return FilePatch(path, NO_BLOB if added else index[1], index[2], hunks)
 
 

@@ -113,6 +113,11 @@ def test_a_patch_may_add_a_file_but_not_over_another(tmp_path: Path) -> None:
         apply([patch], {"vllm/new.py": b""})
 
 
+def test_a_patch_may_add_an_empty_file(tmp_path: Path) -> None:
+    patch = make(tmp_path, "vllm/empty/__init__.py", None, b"")
+    assert apply([patch], {}) == {"vllm/empty/__init__.py": b""}
+
+
 def test_nothing_is_applied_when_a_later_file_fails(tmp_path: Path, patch: Patch) -> None:
     files = {PATH: BODY}
     second = make(tmp_path, "vllm/gone.py", b"a\n", b"b\n")

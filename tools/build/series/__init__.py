@@ -1,0 +1,1 @@
+"""Keep the patch series in shape: lint it, import into it, export it, rebase it onto a release."""
