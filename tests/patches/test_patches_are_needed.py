@@ -1,0 +1,133 @@
+"""Without its patch, the test that a patch names fails, and fails by its assertion.
+
+For each patch the installed vllm is laid out again as links, only the files of that patch are
+put back to what they are without it, and its `Test:` runs against that copy in a new process.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tools.build.hashing import git_blob
+
+ROOT = Path(__file__).parents[2]
+PATCHES = ROOT / "patches"
+NOTE = b"# Modified by "
+FILE = re.compile(r"^diff --git a/(\S+) b/\S+\n(?:new file .*\n)?index \w+\.\.(\w+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One entry of the series: the test it names, and the blob it makes of each path."""
+
+    name: str
+    test: str
+    after: tuple[tuple[str, str], ...]
+
+    @property
+    def paths(self) -> set[str]:
+        return {path for path, _ in self.after}
+
+
+def read_patch(name: str) -> Patch:
+    head, _, diff = (PATCHES / name).read_text(encoding="utf-8").partition("\n---\n")
+    (test,) = re.findall(r"^Test: (.+)$", head, re.MULTILINE)
+    return Patch(name, test, tuple(FILE.findall(diff)))
+
+
+def read_series() -> list[Patch]:
+    lines = (PATCHES / "series").read_text(encoding="utf-8").splitlines()
+    return [read_patch(name) for line in lines if (name := line.partition("#")[0].strip())]
+
+
+def without_note(data: bytes) -> bytes:
+    """`data` without the change note that the build adds to its leading comments."""
+    lines = data.splitlines(keepends=True)
+    for at, line in enumerate(lines):
+        if not line.startswith(b"#"):
+            break
+        if line.startswith(NOTE):
+            return b"".join([*lines[:at], *lines[at + 1 :]])
+    return data
+
+
+def installed_package() -> Path:
+    """The folder of the installed vllm, which must be a wheel that this project built."""
+    version = importlib.metadata.version("vllm")
+    assert "bidir" in version, (
+        f"vllm {version} is installed, expected a version with 'bidir': "
+        "run `make wheel DEVICE=cpu` and install what it writes"
+    )
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def git_apply(folder: Path, patch: Patch, *options: str) -> bool:
+    """Applies in `folder`, at any line but with exact context, all files or none."""
+    command = ["git", "apply", *options, str(PATCHES / patch.name)]
+    # Below a checkout git would take the paths as relative to that checkout's root.
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=False)
+    return done.returncode == 0
+
+
+def take_out(farm: Path, series: Sequence[Patch], patch: Patch) -> None:
+    """Reverts `patch` in `farm`, keeping later patches where they do not build on it."""
+    if git_apply(farm, patch, "--reverse"):
+        return
+    later = [other for other in series[series.index(patch) + 1 :] if patch.paths & other.paths]
+    for other in [*reversed(later), patch]:
+        assert git_apply(farm, other, "--reverse"), f"{other.name} cannot be reverted"
+    for other in later:
+        git_apply(farm, other)
+
+
+def lay_out(farm: Path, series: Sequence[Patch]) -> None:
+    """Links the installed package into `farm`; every patched file is a copy without its note."""
+    package = installed_package()
+    shutil.copytree(package, farm / package.name, copy_function=os.symlink)
+    for path, blob in dict(pair for patch in series for pair in patch.after).items():
+        copy = farm / path
+        data = without_note(copy.read_bytes())
+        assert git_blob(data) == blob, (
+            f"the installed {path} is not what patches/ makes of it: build and install again"
+        )
+        copy.unlink()
+        copy.write_bytes(data)
+        for cached in (copy.parent / "__pycache__").glob(f"{copy.stem}.*.pyc"):
+            cached.unlink()
+
+
+@pytest.mark.parametrize("patch", read_series(), ids=lambda patch: patch.name)
+def test_named_test_fails_without_the_patch(patch: Patch, tmp_path: Path) -> None:
+    """With everything installed but this one patch, its test ends in a failed assertion."""
+    series = read_series()
+    farm = tmp_path / "without"
+    lay_out(farm, series)
+    take_out(farm, series, patch)
+    paths = [str(farm), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, patch.test],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, output
+    assert re.search(r"^E +AssertionError", output, re.MULTILINE), output
