@@ -9,7 +9,8 @@ from tools.build.errors import OverlayError
 from tools.build.patch import check_path
 
 ENTRY_POINTS = "entry_points.txt"
-ROOT = "vllm"
+# The base's package, and modules of ours that must import without it.
+PACKAGE, MODULES = "vllm/", "vllm_bidir_"
 
 
 def read_overlay(folder: Path, taken: Collection[str]) -> dict[str, bytes]:
@@ -27,8 +28,8 @@ def read_overlay(folder: Path, taken: Collection[str]) -> dict[str, bytes]:
             continue
         if path.is_symlink() or not path.is_file():
             problems.append(f"{name} is not a regular file")
-        elif name.split("/", 1)[0] != ROOT:
-            problems.append(f"{name} is outside {ROOT}/ (the overlay mirrors the wheel's root)")
+        elif not name.startswith((PACKAGE, MODULES)):
+            problems.append(f"{name} is outside {PACKAGE} and is not a {MODULES}* module")
         else:
             check_path(str(folder), name)
             files[name] = path.read_bytes()

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a turn was computed instead of read back: one list of words for logs, metrics and JSON."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Reason(str, Enum):
+    """Why there was no read-back, or why a turn went to a decode node alone."""
+
+    NO_CONVERSATION = "no_conversation"
+    FIRST_TURN = "first_turn"
+    EXPIRED = "expired"
+    NO_PARAMS = "no_params"
+    PEER_GONE = "peer_gone"
+    BYPASS_N = "bypass_n"
+    BYPASS_LIST = "bypass_list"
+    BYPASS_LOGPROBS = "bypass_logprobs"
+
+    def __str__(self) -> str:
+        return self.value

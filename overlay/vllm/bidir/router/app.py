@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's HTTP server: routes, errors, and what lives as long as the process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import aiohttp
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from vllm.bidir.router.conversations import Conversations
+from vllm.bidir.router.errors import ClientError
+from vllm.bidir.router.legs import Legs, Unreachable
+from vllm.bidir.router.metrics import Metrics
+from vllm.bidir.router.nodes import Node, Pool
+from vllm.bidir.router.options import RouterOptions
+from vllm.bidir.router.turn import Turns
+
+logger = logging.getLogger("vllm_bidir_router")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+GENERATION = ("/v1/chat/completions", "/v1/completions")
+# Below uvicorn's keep-alive in vLLM (5 s), so that we never write to a connection that the node
+# is closing.
+_KEEP_ALIVE_S = 4.0
+_PROBE_S = 1.0
+
+
+class Router:
+    """Everything one router owns; `make_app` wires it into an aiohttp application."""
+
+    def __init__(self, options: RouterOptions) -> None:
+        self.options = options
+        self.metrics = Metrics()
+        self.prefill = Pool("prefill", options.prefill)
+        self.decode = Pool("decode", options.decode)
+        self.conversations = Conversations(
+            options.max_conversations, options.conversation_ttl, time.monotonic
+        )
+        self._legs: Legs | None = None
+        self._turns: Turns | None = None
+
+    async def lifespan(self, app: web.Application) -> AsyncIterator[None]:
+        """Open the client session, watch nodes come up, and close both at the end."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.options.connect_timeout)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+        async with aiohttp.ClientSession(
+            connector=connector,
+            timeout=timeout,
+            auto_decompress=False,
+            headers={"Accept-Encoding": "identity"},
+        ) as session:
+            self._legs = Legs(session)
+            self._turns = Turns(
+                self._legs, self.prefill, self.decode, self.conversations, self.metrics
+            )
+            watch = asyncio.create_task(self._watch_start())
+            yield
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+
+    async def generate(self, http: web.Request) -> web.StreamResponse:
+        assert self._turns is not None  # set before the server listens
+        return await self._turns.serve(http)
+
+    async def models(self, http: web.Request) -> web.StreamResponse:
+        """The models of the first decode node that answers."""
+        assert self._legs is not None  # set before the server listens
+        headers = {k: v for k, v in http.headers.items() if k == "Authorization"}
+        for node in self.decode.candidates():
+            try:
+                answer = await self._legs.get(node, http.path, headers)
+            except Unreachable:
+                continue
+            return web.Response(
+                status=answer.status, body=answer.body, content_type=answer.content_type
+            )
+        raise ClientError(503, "No decode node can be reached. Try again later.")
+
+    async def health(self, http: web.Request) -> web.StreamResponse:
+        return web.Response(text="ok\n")
+
+    async def show_metrics(self, http: web.Request) -> web.StreamResponse:
+        data = generate_latest(self.metrics.registry)
+        return web.Response(body=data, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _watch_start(self) -> None:
+        """Say which nodes are not there yet, and when each comes up."""
+        waiting = [*self.prefill.nodes, *self.decode.nodes]
+        said = False
+        while waiting:
+            up = await asyncio.gather(*(self._is_up(node) for node in waiting))
+            for node, is_up in zip(waiting, up, strict=True):
+                if is_up:
+                    logger.info("%s node %s is up", node.role, node.name)
+            waiting = [node for node, is_up in zip(waiting, up, strict=True) if not is_up]
+            if waiting and not said:
+                names = ", ".join(f"{node.role} {node.name}" for node in waiting)
+                logger.warning("waiting for nodes that do not answer yet: %s", names)
+                said = True
+            await asyncio.sleep(_PROBE_S)
+
+    async def _is_up(self, node: Node) -> bool:
+        assert self._legs is not None  # set before the task starts
+        try:
+            return (await self._legs.get(node, "/health", {})).status == 200
+        except Unreachable:
+            return False
+
+
+@web.middleware
+async def openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every refusal of the router itself has OpenAI's error shape."""
+    try:
+        return await handler(request)
+    except ClientError as error:
+        return error.response()
+    except web.HTTPRequestEntityTooLarge:
+        limit = request.client_max_size
+        return ClientError(413, f"The body exceeds {limit} bytes (--max-body).").response()
+    except web.HTTPNotFound:
+        return ClientError(404, f"Unknown path {request.path[:200]}.").response()
+    except web.HTTPMethodNotAllowed as error:
+        allowed = ", ".join(sorted(error.allowed_methods))
+        return ClientError(405, f"Use {allowed} for {request.path[:200]}.").response()
+
+
+def make_app(router: Router) -> web.Application:
+    """The aiohttp application of a router."""
+    app = web.Application(
+        middlewares=[openai_errors], client_max_size=router.options.max_body, logger=logger
+    )
+    app.cleanup_ctx.append(router.lifespan)
+    for path in GENERATION:
+        app.router.add_post(path, router.generate)
+    app.router.add_get("/v1/models", router.models)
+    app.router.add_get("/health", router.health)
+    app.router.add_get("/metrics", router.show_metrics)
+    return app

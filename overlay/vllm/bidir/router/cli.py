@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `vllm-bidir-router`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+
+from aiohttp import web
+from vllm.bidir.router.app import Router, make_app
+from vllm.bidir.router.options import RouterOptions, parse
+
+logger = logging.getLogger("vllm_bidir_router")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGINT or SIGTERM; exit 1 if the port cannot be had."""
+    options = parse(argv)
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO,
+        format="%(levelname)s %(asctime)s [router] %(message)s",
+        datefmt="%m-%d %H:%M:%S",
+    )
+    try:
+        _serve(options)
+    except OSError as error:
+        logger.error(
+            "cannot listen on %s:%d: %s; choose another with --host or --port",
+            options.host,
+            options.port,
+            error.strerror,
+        )
+        return 1
+    return 0
+
+
+def _serve(options: RouterOptions) -> None:
+    logger.info(
+        "listening on %s:%d; prefill: %s; decode: %s",
+        options.host,
+        options.port,
+        ", ".join(map(str, options.prefill)),
+        ", ".join(map(str, options.decode)),
+    )
+    # handler_cancellation: a client that goes away ends both legs.
+    web.run_app(
+        make_app(Router(options)),
+        host=options.host,
+        port=options.port,
+        print=None,
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=10.0,
+    )

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the router remembers of a conversation: where its last turn's KV lies."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.bidir.reasons import Reason
+
+Key = bytes
+
+
+@dataclass(frozen=True)
+class KeptTurn:
+    """D's kv_transfer_params of a finished turn, the node that keeps the blocks, and until when."""
+
+    params: dict[str, Any]
+    node: str
+    expires: float
+
+
+def conversation_key(tenant: str, conversation: str) -> Key:
+    """A conversation's key; ids of different tenants never meet.
+
+    `tenant` is the Authorization header, of which only the digest is kept.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(len(tenant).to_bytes(8, "little") + tenant.encode("utf-8", "surrogateescape"))
+    digest.update(conversation.encode("utf-8", "surrogateescape"))
+    return digest.digest()
+
+
+class Conversations:
+    """Kept turns by conversation, bounded in number and age; the least recently used go first."""
+
+    def __init__(self, limit: int, ttl: float, clock: Callable[[], float]) -> None:
+        self._limit = limit
+        self._ttl = ttl
+        self._clock = clock
+        self._kept: OrderedDict[Key, KeptTurn] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, key: Key) -> KeptTurn | Reason:
+        """The kept turn, or why there is none. It stays: a prefill that fails loses nothing."""
+        kept = self._kept.get(key)
+        if kept is None:
+            return Reason.FIRST_TURN
+        if kept.expires <= self._clock():
+            del self._kept[key]
+            return Reason.EXPIRED
+        self._kept.move_to_end(key)
+        return kept
+
+    def put(self, key: Key, params: dict[str, Any], node: str) -> None:
+        """Keep a turn that has just ended; it supersedes the one before."""
+        self._kept[key] = KeptTurn(params, node, self._clock() + self._ttl)
+        self._kept.move_to_end(key)
+        while len(self._kept) > self._limit:
+            self._kept.popitem(last=False)
+
+    def drop(self, key: Key, kept: KeptTurn) -> None:
+        """Forget `kept`, unless a later turn has superseded it meanwhile."""
+        if self._kept.get(key) is kept:
+            del self._kept[key]

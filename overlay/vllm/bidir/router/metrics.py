@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's Prometheus metrics. Labels never carry ids."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.bidir.reasons import Reason
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class Metrics:
+    """One set per router, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._turns = Counter(
+            "bidir_router_turns",
+            "Turns by what the conversation cache gave (hit, miss) and why it was a miss.",
+            ["outcome", "reason"],
+            registry=self.registry,
+        )
+        self._bypassed = Counter(
+            "bidir_router_decode_alone",
+            "Turns that a decode node served without a prefill node, by reason.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self._failures = Counter(
+            "bidir_router_leg_failures",
+            "Legs that failed on a node, by leg and kind.",
+            ["leg", "kind"],
+            registry=self.registry,
+        )
+        self.prefill_seconds = Histogram(
+            "bidir_router_prefill_seconds",
+            "Prefill leg, from sending the request to P's answer.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.conversations = Gauge(
+            "bidir_router_conversations",
+            "Conversations whose last turn is remembered.",
+            registry=self.registry,
+        )
+
+    def hit(self) -> None:
+        self._turns.labels("hit", "").inc()
+
+    def miss(self, reason: Reason) -> None:
+        self._turns.labels("miss", reason.value).inc()
+
+    def decode_alone(self, reason: Reason) -> None:
+        self._bypassed.labels(reason.value).inc()
+
+    def failure(self, leg: str, kind: str) -> None:
+        self._failures.labels(leg, kind).inc()

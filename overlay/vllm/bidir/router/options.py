@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the router can be told; the sample proxy's flags mean the same here."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+Number = TypeVar("Number", int, float)
+
+EXAMPLE = """example:
+  vllm-bidir-router --port 8000 \\
+      --prefiller-host 10.0.0.1 --prefiller-port 8100 \\
+      --decoder-host 10.0.0.2 --decoder-port 8200
+
+  curl http://localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+      -d '{"model": "m", "stream": true, "conversation_id": "c1",
+           "messages": [{"role": "user", "content": "Hello"}]}'
+"""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Host and port of a node's HTTP server."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class RouterOptions:
+    """One running router. Times in seconds, sizes in bytes."""
+
+    host: str = "0.0.0.0"
+    port: int = 8000
+    prefill: tuple[Address, ...] = (Address("localhost", 8100),)
+    decode: tuple[Address, ...] = (Address("localhost", 8200),)
+    # Below decoder_kv_blocks_ttl (480 s), so that P is not sent to blocks that D is about to free.
+    conversation_ttl: float = 450.0
+    max_conversations: int = 100_000
+    max_body: int = 64 << 20
+    connect_timeout: float = 5.0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `vllm-bidir-router`."""
+    defaults = RouterOptions()
+    made = argparse.ArgumentParser(
+        prog="vllm-bidir-router",
+        description="Route conversations over prefill and decode nodes that run vLLM with "
+        "NixlConnector, and let each prefill take back the KV that the decode node kept.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--host", default=defaults.host, help=f"default {defaults.host}")
+    made.add_argument("--port", type=int, default=defaults.port, help=f"default {defaults.port}")
+    for role, letter, port in (("prefiller", "P", 8100), ("decoder", "D", 8200)):
+        made.add_argument(
+            f"--{role}-host",
+            f"--{role}-hosts",
+            dest=f"{role}_hosts",
+            nargs="+",
+            default=["localhost"],
+            metavar="HOST",
+            help=f"hosts of the {letter} nodes; default localhost",
+        )
+        made.add_argument(
+            f"--{role}-port",
+            f"--{role}-ports",
+            dest=f"{role}_ports",
+            type=int,
+            nargs="+",
+            default=[port],
+            metavar="PORT",
+            help=f"their ports, one for each host; default {port}",
+        )
+    made.add_argument(
+        "--conversation-ttl",
+        type=float,
+        default=defaults.conversation_ttl,
+        metavar="SECONDS",
+        help="forget a conversation's KV after this time; keep it below the decode nodes' "
+        f"decoder_kv_blocks_ttl (480); default {defaults.conversation_ttl:g}",
+    )
+    made.add_argument(
+        "--max-conversations",
+        type=int,
+        default=defaults.max_conversations,
+        metavar="N",
+        help="remember at most so many, the least recently used go first; "
+        f"default {defaults.max_conversations}",
+    )
+    made.add_argument(
+        "--max-body",
+        type=int,
+        default=defaults.max_body,
+        metavar="BYTES",
+        help=f"refuse larger request bodies with 413; default {defaults.max_body}",
+    )
+    return made
+
+
+def parse(argv: Sequence[str] | None = None) -> RouterOptions:
+    """Options from the command line; argparse ends the process on a contradiction (exit 2)."""
+    made = parser()
+    args = made.parse_args(argv)
+    return RouterOptions(
+        host=args.host,
+        port=_in_range(made, "--port", args.port, 0, 65535),
+        prefill=_addresses(made, "prefiller", args.prefiller_hosts, args.prefiller_ports),
+        decode=_addresses(made, "decoder", args.decoder_hosts, args.decoder_ports),
+        conversation_ttl=_in_range(made, "--conversation-ttl", args.conversation_ttl, 0, 1e9),
+        max_conversations=_in_range(made, "--max-conversations", args.max_conversations, 1, 1e9),
+        max_body=_in_range(made, "--max-body", args.max_body, 1, 1 << 40),
+    )
+
+
+def _in_range(
+    made: argparse.ArgumentParser, flag: str, value: Number, low: float, high: float
+) -> Number:
+    if not low <= value <= high:
+        made.error(f"{flag} must be between {low:g} and {high:g}, not {value:g}")
+    return value
+
+
+def _addresses(
+    made: argparse.ArgumentParser, role: str, hosts: list[str], ports: list[int]
+) -> tuple[Address, ...]:
+    if len(hosts) != len(ports):
+        made.error(
+            f"--{role}-hosts names {len(hosts)} host(s) but --{role}-ports {len(ports)} port(s); "
+            "give one port for each host"
+        )
+    for port in ports:
+        _in_range(made, f"--{role}-port", port, 1, 65535)
+    addresses = tuple(Address(host, port) for host, port in zip(hosts, ports, strict=True))
+    if len(set(addresses)) != len(addresses):
+        made.error(f"--{role}-hosts and --{role}-ports name the same node twice")
+    return addresses

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parse a generation request no further than routing needs, and make the two legs' bodies.
+
+Top-level fields stay the bytes that the client sent (`msgspec.Raw`): a history of a megabyte is
+scanned once and never rebuilt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from vllm.bidir.reasons import Reason
+from vllm.bidir.router.errors import ClientError
+
+CONVERSATION_HEADER = "X-Session-ID"
+PARAMS = "kv_transfer_params"
+MAX_ID = 512
+
+# P answers one token that nobody reads: what shapes the answer only would cost work or be refused
+# with max_tokens=1.
+_ANSWER_ONLY = (
+    "stream_options",
+    "min_tokens",
+    "max_completion_tokens",
+    "logprobs",
+    "top_logprobs",
+    "return_token_ids",
+)
+
+Fields = dict[str, msgspec.Raw]
+_FIELDS = msgspec.json.Decoder(Fields)
+_ENCODER = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    """One request of a client. `path` is the API's path, such as /v1/chat/completions."""
+
+    path: str
+    fields: Fields
+    stream: bool
+    conversation: str | None
+    bypass: Reason | None
+
+    def prefill_body(self, params: dict[str, Any]) -> bytes:
+        """P's body: the same prompt, one token, not streamed."""
+        fields: dict[str, Any] = {
+            key: value for key, value in self.fields.items() if key not in _ANSWER_ONLY
+        }
+        return _ENCODER.encode({**fields, "stream": False, "max_tokens": 1, PARAMS: params})
+
+    def decode_body(self, params: msgspec.Raw | None) -> bytes:
+        """D's body: the client's own request, with P's params if there are any."""
+        fields: dict[str, Any] = dict(self.fields)
+        if params is not None:
+            fields[PARAMS] = params
+        return _ENCODER.encode(fields)
+
+
+def parse_fields(body: bytes) -> Fields:
+    """Top-level fields of a JSON object, undecoded; ClientError 400 for anything else."""
+    try:
+        return _FIELDS.decode(body)
+    except msgspec.ValidationError as error:
+        raise ClientError(400, "The body must be a JSON object.") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ClientError(400, f"The body is not valid JSON: {error}") from error
+
+
+def parse_request(path: str, body: bytes, session: str | None) -> TurnRequest:
+    """Check what routing depends on; the rest is the engine's to judge.
+
+    `session` is the X-Session-ID header. `conversation_id` in the body wins over it and is not
+    forwarded. Raises ClientError 400 naming the field.
+    """
+    fields = parse_fields(body)
+    if not isinstance(_value(fields, "model"), str):
+        raise ClientError(400, "`model` must be a string.", "model")
+    stream = _value(fields, "stream")
+    if stream is not None and not isinstance(stream, bool):
+        raise ClientError(400, "`stream` must be true or false.", "stream")
+    if _value(fields, PARAMS) is not None:
+        # They name hosts and memory, and are the router's alone to attach.
+        raise ClientError(400, f"`{PARAMS}` cannot be set by a client.", PARAMS)
+    fields.pop(PARAMS, None)
+    conversation = _conversation(fields, session)
+    return TurnRequest(path, fields, bool(stream), conversation, bypass_reason(fields))
+
+
+def bypass_reason(fields: Fields) -> Reason | None:
+    """Why P and D together would not answer this right, so that D serves it alone."""
+    if _value(fields, "n") not in (None, 1) or _value(fields, "use_beam_search"):
+        return Reason.BYPASS_N
+    if _value(fields, "prompt_logprobs") is not None or _value(fields, "echo"):
+        return Reason.BYPASS_LOGPROBS
+    prompt = fields.get("prompt")
+    if prompt is not None and _is_list_of_prompts(prompt):
+        return Reason.BYPASS_LIST
+    return None
+
+
+def _is_list_of_prompts(prompt: msgspec.Raw) -> bool:
+    """A list of strings or of token id lists, as opposed to one string or one token id list."""
+    text = bytes(prompt)
+    return text[:1] == b"[" and text[1:].lstrip()[:1] in (b"[", b'"')
+
+
+def _conversation(fields: Fields, session: str | None) -> str | None:
+    value = _value(fields, "conversation_id")
+    fields.pop("conversation_id", None)
+    if value is None:
+        value = session
+    if value is None:
+        return None
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_ID:
+        message = f"`conversation_id` must be a string of 1 to {MAX_ID} characters."
+        raise ClientError(400, message, "conversation_id")
+    return value
+
+
+def _value(fields: Fields, key: str) -> Any:
+    raw = fields.get(key)
+    return None if raw is None else msgspec.json.decode(raw)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Take kv_transfer_params out of what D answers, and leave every other byte as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from vllm.bidir.router.request import PARAMS
+
+# As a key, the word is followed by a plain quote; inside a JSON string both quotes are escaped,
+# so that no text of a model or a tool can be mistaken for it.
+_NEEDLE = b'"' + PARAMS.encode() + b'"'
+_DATA = b"data:"
+_MAX_LINE = 64 << 20
+_ENCODER = msgspec.json.Encoder()
+
+
+class StreamFilter:
+    """Feed D's bytes in any pieces; get back whole lines for the client, params taken out.
+
+    `params` is what D said last, None before. An event that carries the field is written anew
+    without it; all other lines are the very bytes that came in.
+    """
+
+    def __init__(self) -> None:
+        self.params: dict[str, Any] | None = None
+        self._rest = b""
+
+    def feed(self, piece: bytes) -> bytes:
+        """Bytes that may go out now; ValueError if a line never ends."""
+        data = self._rest + piece if self._rest else piece
+        end = data.rfind(b"\n") + 1
+        self._rest = data[end:]
+        if len(self._rest) > _MAX_LINE:
+            raise ValueError(f"a line of D's stream exceeds {_MAX_LINE} bytes")
+        lines = data[:end]
+        return self._strip(lines) if _NEEDLE in lines else lines
+
+    def finish(self) -> bytes:
+        """What is left when D's stream has ended."""
+        rest, self._rest = self._rest, b""
+        return self._strip(rest) if _NEEDLE in rest else rest
+
+    def _strip(self, lines: bytes) -> bytes:
+        return b"".join(
+            self._strip_line(line) if _NEEDLE in line else line for line in _split(lines)
+        )
+
+    def _strip_line(self, line: bytes) -> bytes:
+        if not line.startswith(_DATA):
+            return line
+        body = line[len(_DATA) :]
+        payload = body.strip()
+        stripped, params = take_params(payload)
+        if params is not None:
+            self.params = params
+        start = body.index(payload)
+        return _DATA + body[:start] + stripped + body[start + len(payload) :]
+
+
+def take_params(payload: bytes) -> tuple[bytes, dict[str, Any] | None]:
+    """A JSON object without its kv_transfer_params, and those params if they are an object.
+
+    In Responses' last event they lie inside `response`. What is not a JSON object comes back as
+    it is.
+    """
+    try:
+        fields = msgspec.json.decode(payload, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError):
+        return payload, None
+    inner = fields.get("response")
+    if PARAMS not in fields and inner is not None and _NEEDLE in bytes(inner):
+        stripped, params = take_params(bytes(inner))
+        fields["response"] = msgspec.Raw(stripped)
+        return _ENCODER.encode(fields), params
+    raw = fields.pop(PARAMS, None)
+    if raw is None:
+        return payload, None
+    params = msgspec.json.decode(raw)
+    return _ENCODER.encode(fields), params if isinstance(params, dict) else None
+
+
+def _split(lines: bytes) -> list[bytes]:
+    # A lone \r does not end a line here, so that pieces are put together again exactly.
+    pieces = lines.split(b"\n")
+    return [piece + b"\n" for piece in pieces[:-1]] + ([pieces[-1]] if pieces[-1] else [])

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One turn, in order: identify, prefill leg, decode leg, keep D's params."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from vllm.bidir.reasons import Reason
+from vllm.bidir.router.conversations import Conversations, KeptTurn, Key, conversation_key
+from vllm.bidir.router.errors import ClientError, error_event
+from vllm.bidir.router.legs import (
+    FIRST_TURN,
+    Answer,
+    Legs,
+    PrefillDone,
+    Unreachable,
+    at_node,
+    holds_blocks,
+    read_back,
+)
+from vllm.bidir.router.metrics import Metrics
+from vllm.bidir.router.nodes import Node, Pool
+from vllm.bidir.router.request import CONVERSATION_HEADER, TurnRequest, parse_request
+from vllm.bidir.router.stream import StreamFilter, take_params
+
+logger = logging.getLogger("vllm_bidir_router")
+
+_FORWARDED = ("Authorization", "traceparent", "tracestate")
+_EVENT_STREAM = "text/event-stream"
+_MAX_REQUEST_ID = 128
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn under way. `key` is None for a request without a conversation."""
+
+    request: TurnRequest
+    headers: dict[str, str]
+    request_id: str
+    key: Key | None
+    kept: KeptTurn | None
+
+    def __str__(self) -> str:
+        # Ids of clients are never logged in full; a digest is enough to follow one.
+        conversation = "-" if self.key is None else self.key.hex()[:8]
+        return f"[{self.request_id[:36]}] conv={conversation}"
+
+
+class Turns:
+    """Serve generation requests over a pool of prefill and a pool of decode nodes."""
+
+    def __init__(
+        self,
+        legs: Legs,
+        prefill: Pool,
+        decode: Pool,
+        conversations: Conversations,
+        metrics: Metrics,
+    ) -> None:
+        self._legs = legs
+        self._prefill = prefill
+        self._decode = decode
+        self._conversations = conversations
+        self._metrics = metrics
+
+    async def serve(self, http: web.Request) -> web.StreamResponse:
+        """Answer one client; ClientError is the caller's to turn into a response."""
+        body = await http.read()
+        request = parse_request(http.path, body, http.headers.get(CONVERSATION_HEADER))
+        turn = self._identify(http, request)
+        if request.bypass is not None:
+            self._metrics.decode_alone(request.bypass)
+            logger.info("%s: decode node alone (%s)", turn, request.bypass)
+            return await self._decode_leg(http, turn, None)
+        prefilled = await self._prefill_leg(turn)
+        if isinstance(prefilled, Answer):
+            return _whole(prefilled, turn)
+        return await self._decode_leg(http, turn, prefilled.params)
+
+    def _identify(self, http: web.Request, request: TurnRequest) -> Turn:
+        given = http.headers.get("X-Request-Id", "")
+        usable = 0 < len(given) <= _MAX_REQUEST_ID and given.isascii() and given.isprintable()
+        request_id = given if usable else str(uuid.uuid4())
+        headers = {name: http.headers[name] for name in _FORWARDED if name in http.headers}
+        headers |= {"X-Request-Id": request_id, "Content-Type": "application/json"}
+        key, kept, reason = None, None, Reason.NO_CONVERSATION
+        if request.conversation is not None:
+            key = conversation_key(headers.get("Authorization", ""), request.conversation)
+            found = self._conversations.get(key)
+            if isinstance(found, KeptTurn):
+                kept = found
+            else:
+                reason = found
+        turn = Turn(request, headers, request_id, key, kept)
+        if request.bypass is None:
+            if kept is not None:
+                self._metrics.hit()
+                logger.info("%s: cache HIT (%s)", turn, kept.node)
+            else:
+                self._metrics.miss(reason)
+                logger.info("%s: cache MISS (%s)", turn, reason)
+        return turn
+
+    async def _prefill_leg(self, turn: Turn) -> PrefillDone | Answer:
+        """P's params, or a refusal that the client must see; without any P, no params."""
+        params = FIRST_TURN if turn.kept is None else read_back(turn.kept.params)
+        for node in self._prefill.candidates():
+            done = await self._try_prefill(turn, node, params)
+            if isinstance(done, Answer) and done.status >= 500 and turn.kept is not None:
+                # The fault may lie with what was to be read back: compute it all instead.
+                done = await self._try_prefill(turn, node, FIRST_TURN)
+            elif isinstance(done, PrefillDone) and turn.kept is not None and turn.key is not None:
+                # D frees blocks that have been read; the turn that ends next is kept instead.
+                self._conversations.drop(turn.key, turn.kept)
+            if isinstance(done, PrefillDone) or (done is not None and done.status < 500):
+                return done
+        self._metrics.decode_alone(Reason.PEER_GONE)
+        logger.warning("%s: no prefill node answers; decode node alone", turn)
+        return PrefillDone(None)
+
+    async def _try_prefill(
+        self, turn: Turn, node: Node, params: Mapping[str, Any]
+    ) -> PrefillDone | Answer | None:
+        """What a node answered, or None when it could not be reached."""
+        begun = time.monotonic()
+        try:
+            done = await self._legs.prefill(node, turn.request, params, turn.headers)
+        except Unreachable as error:
+            self._failed(turn, "prefill", node, type(error).__name__)
+            return None
+        seconds = time.monotonic() - begun
+        if isinstance(done, PrefillDone):
+            self._metrics.prefill_seconds.observe(seconds)
+            logger.info("%s: Prefill done in %.0fms (%s)", turn, seconds * 1000, node.name)
+        elif done.status >= 500:
+            self._failed(turn, "prefill", node, str(done.status))
+        return done
+
+    async def _decode_leg(
+        self, http: web.Request, turn: Turn, params: dict[str, Any] | None
+    ) -> web.StreamResponse:
+        """Try decode nodes until one has sent its first byte; what follows is that node's."""
+        refusal: Answer | None = None
+        for node in self._decode.candidates(turn.kept.node if turn.kept else None):
+            try:
+                upstream = await self._legs.decode(node, turn.request, params, turn.headers)
+                streamed = upstream.status == 200 and upstream.content_type == _EVENT_STREAM
+                first = await (upstream.content.readany() if streamed else upstream.read())
+            except Unreachable as error:
+                self._failed(turn, "decode", node, type(error).__name__)
+                continue
+            async with upstream:
+                if streamed:
+                    return await self._stream(http, turn, node, upstream, first)
+            if upstream.status < 500:
+                return self._answer(turn, node, upstream, first)
+            self._failed(turn, "decode", node, str(upstream.status))
+            refusal = Answer(upstream.status, upstream.content_type, first)
+        if refusal is None:
+            raise ClientError(503, "No decode node can be reached. Try again later.")
+        return _whole(refusal, turn)
+
+    def _answer(
+        self, turn: Turn, node: Node, upstream: aiohttp.ClientResponse, whole: bytes
+    ) -> web.StreamResponse:
+        body, found = take_params(whole)
+        self._keep(turn, node, found)
+        return _whole(Answer(upstream.status, upstream.content_type, body), turn)
+
+    async def _stream(
+        self,
+        http: web.Request,
+        turn: Turn,
+        node: Node,
+        upstream: aiohttp.ClientResponse,
+        first: bytes,
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers=_headers(turn))
+        response.content_type = _EVENT_STREAM
+        response.charset = "utf-8"
+        response.headers["Cache-Control"] = "no-cache"
+        await response.prepare(http)
+        async for out in self._pass_through(turn, node, upstream, first):
+            await response.write(out)
+        await response.write_eof()
+        return response
+
+    async def _pass_through(
+        self, turn: Turn, node: Node, upstream: aiohttp.ClientResponse, first: bytes
+    ) -> AsyncIterator[bytes]:
+        """D's stream for the client. Its params are kept before the client sees its end."""
+        taken = StreamFilter()
+        piece = first
+        try:
+            while piece:
+                out = taken.feed(piece)
+                self._keep(turn, node, taken.params)
+                taken.params = None
+                if out:
+                    yield out
+                piece = await upstream.content.readany()
+        except (*Unreachable, ValueError) as error:
+            self._failed(turn, "decode", node, type(error).__name__)
+            yield error_event(502, "The decode node failed in the middle of its answer.")
+            return
+        if out := taken.finish():
+            self._keep(turn, node, taken.params)
+            yield out
+
+    def _keep(self, turn: Turn, node: Node, params: dict[str, Any] | None) -> None:
+        if turn.key is None or params is None or not holds_blocks(params):
+            return
+        kept = at_node(params, node)
+        assert kept is not None  # params is not
+        self._conversations.put(turn.key, kept, node.name)
+        self._metrics.conversations.set(len(self._conversations))
+
+    def _failed(self, turn: Turn, leg: str, node: Node, kind: str) -> None:
+        self._metrics.failure(leg, kind)
+        logger.warning("%s: %s leg failed on %s: %s", turn, leg, node.name, kind)
+
+
+def _headers(turn: Turn) -> dict[str, str]:
+    return {"X-Request-Id": turn.request_id}
+
+
+def _whole(answer: Answer, turn: Turn) -> web.Response:
+    return web.Response(
+        status=answer.status,
+        body=answer.body,
+        content_type=answer.content_type,
+        headers=_headers(turn),
+    )

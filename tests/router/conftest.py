@@ -1,0 +1,78 @@
+"""A router in this process, between fake engines on real sockets."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp.test_utils import TestServer
+from vllm.bidir.router.app import Router, make_app
+from vllm.bidir.router.options import RouterOptions
+
+from tests.router.fake_engine import FakeEngine
+
+BODY = {"model": "m", "prompt": "hello", "max_tokens": 8}
+
+
+@dataclass
+class Setup:
+    """One router with its engines, and a client of it."""
+
+    router: Router
+    prefill: list[FakeEngine]
+    decode: list[FakeEngine]
+    url: str
+    client: aiohttp.ClientSession
+
+    async def ask(
+        self, path: str = "/v1/completions", headers: dict[str, str] | None = None, **fields: Any
+    ) -> tuple[int, bytes]:
+        body = {**BODY, **fields}
+        async with self.client.post(self.url + path, json=body, headers=headers) as response:
+            return response.status, await response.read()
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.router.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+MakeSetup = Callable[..., Awaitable[Setup]]
+
+
+@pytest.fixture
+async def make_setup() -> AsyncIterator[MakeSetup]:
+    closing: list[Callable[[], Awaitable[Any]]] = []
+
+    async def make(prefill: int = 1, decode: int = 1, **options: Any) -> Setup:
+        engines: dict[str, list[FakeEngine]] = {"prefill": [], "decode": []}
+        for role, count in (("prefill", prefill), ("decode", decode)):
+            for _ in range(count):
+                engines[role].append(await FakeEngine(role).start())
+                closing.append(engines[role][-1].stop)
+        made = RouterOptions(
+            prefill=tuple(engine.address for engine in engines["prefill"]),
+            decode=tuple(engine.address for engine in engines["decode"]),
+        )
+        router = Router(replace(made, **options))
+        server = TestServer(make_app(router), host="127.0.0.1")
+        await server.start_server()
+        client = aiohttp.ClientSession()
+        closing.extend([server.close, client.close])
+        return Setup(
+            router,
+            engines["prefill"],
+            engines["decode"],
+            str(server.make_url("/")).rstrip("/"),
+            client,
+        )
+
+    yield make
+    for close in reversed(closing):
+        await close()
+
+
+@pytest.fixture
+async def setup(make_setup: MakeSetup) -> Setup:
+    return await make_setup()

@@ -1,0 +1,135 @@
+"""An engine's HTTP face without an engine: it records what it is asked and answers by script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from vllm.bidir.router.options import Address
+
+P_PARAMS = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_engine_id": "p",
+    "remote_block_ids": [[1, 2]],
+    "remote_host": "elsewhere",
+    "remote_port": 5600,
+    "remote_request_id": "r",
+}
+
+
+def d_params(turn: int) -> dict[str, Any]:
+    return {
+        "do_remote_prefill": False,
+        "do_remote_decode": True,
+        "remote_engine_id": "d",
+        "remote_block_ids": [[turn, turn + 1]],
+        "remote_host": "elsewhere",
+        "remote_port": 5700,
+        "remote_request_id": f"turn-{turn}",
+    }
+
+
+def event(data: dict[str, Any] | str) -> bytes:
+    text = data if isinstance(data, str) else json.dumps(data, separators=(",", ":"))
+    return f"data: {text}\n\n".encode()
+
+
+@dataclass
+class FakeEngine:
+    """One fake node; `script` may answer instead of the default."""
+
+    role: str
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[Mapping[str, str]] = field(default_factory=list)
+    script: Callable[[web.Request, dict[str, Any]], Any] | None = None
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    server: TestServer | None = None
+
+    @property
+    def address(self) -> Address:
+        assert self.server is not None and self.server.port is not None
+        return Address("127.0.0.1", self.server.port)
+
+    async def start(self) -> FakeEngine:
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_post("/v1/{rest:.*}", self._generate)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/v1/models", self._models)
+        self.server = TestServer(app, host="127.0.0.1")
+        await self.server.start_server()
+        return self
+
+    async def stop(self) -> None:
+        assert self.server is not None
+        await self.server.close()
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "m"}]})
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = json.loads(await request.read())
+        self.asked.append(body)
+        self.headers.append(request.headers)
+        try:
+            if self.script is not None:
+                answer = await self.script(request, body)
+                if answer is not None:
+                    return answer
+            return await self._default(request, body)
+        except asyncio.CancelledError:
+            self.gone.set()
+            raise
+
+    async def _default(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if self.role == "prefill":
+            choice = {"index": 0, "text": "x", "finish_reason": "length"}
+            return web.json_response({"choices": [choice], "kv_transfer_params": P_PARAMS})
+        params = d_params(len(self.asked))
+        if not body.get("stream"):
+            choice = {"index": 0, "text": "hello", "finish_reason": "stop", "tool_calls": [1]}
+            whole = {
+                "id": "1",
+                "choices": [choice],
+                "usage": {"n": 2},
+                "kv_transfer_params": params,
+            }
+            return web.json_response(whole)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for piece in stream_of(params):
+            await response.write(piece)
+        return response
+
+
+def stream_of(params: dict[str, Any]) -> list[bytes]:
+    """What D streams; the last chunk with a choice carries its params."""
+    text = 'say "kv_transfer_params": {} \u2028 now'
+    return [
+        event({"id": "1", "choices": [{"index": 0, "text": text, "finish_reason": None}]}),
+        event(
+            {
+                "id": "1",
+                "choices": [{"index": 0, "text": ".", "finish_reason": "stop"}],
+                "kv_transfer_params": params,
+            }
+        ),
+        event({"id": "1", "choices": [], "usage": {"total_tokens": 3}}),
+        event("[DONE]"),
+    ]
+
+
+def as_client_sees(params: dict[str, Any]) -> bytes:
+    """The same stream without the field, byte for byte where nothing was taken out."""
+    first, last, usage, done = stream_of(params)
+    chunk = json.loads(last[len(b"data: ") :])
+    del chunk["kv_transfer_params"]
+    return first + event(chunk) + usage + done

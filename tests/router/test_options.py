@@ -1,0 +1,90 @@
+"""The sample proxy's command lines work here, and wrong ones say what is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from vllm.bidir.router.options import Address, RouterOptions, parse
+
+OVERLAY = Path(__file__).resolve().parents[2] / "overlay"
+
+
+def test_defaults_are_those_of_the_sample_proxy() -> None:
+    assert parse([]) == RouterOptions(
+        host="0.0.0.0",
+        port=8000,
+        prefill=(Address("localhost", 8100),),
+        decode=(Address("localhost", 8200),),
+    )
+
+
+@pytest.mark.parametrize("plural", ["", "s"])
+def test_hosts_and_ports_pair_up(plural: str) -> None:
+    options = parse(
+        [
+            *("--host", "0.0.0.0", "--port", "9000"),
+            *(f"--prefiller-host{plural}", "p1", "p2", f"--prefiller-port{plural}", "1", "2"),
+            *(f"--decoder-host{plural}", "d1", f"--decoder-port{plural}", "3"),
+        ]
+    )
+    assert options.prefill == (Address("p1", 1), Address("p2", 2))
+    assert options.decode == (Address("d1", 3),)
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["--prefiller-hosts", "a", "b"], "one port for each host"),
+        (["--decoder-ports", "1", "2"], "one port for each host"),
+        (["--port", "70000"], "--port must be between"),
+        (["--decoder-port", "0"], "--decoder-port must be between"),
+        (["--decoder-hosts", "a", "a", "--decoder-ports", "1", "1"], "the same node twice"),
+        (["--max-conversations", "0"], "--max-conversations must be between"),
+    ],
+)
+def test_contradictions_are_refused(
+    argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(argv)
+    assert caught.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_the_command_starts_without_torch_and_without_vllm_itself() -> None:
+    """`import vllm` would load torch: seconds, and hundreds of MB."""
+    code = (
+        "import sys; sys.argv = ['vllm-bidir-router', '--help']\n"
+        "import vllm_bidir_router\n"
+        "try:\n    vllm_bidir_router.main()\n"
+        "except SystemExit as ended:\n    assert ended.code == 0\n"
+        "assert 'vllm.bidir.router.app' in sys.modules\n"
+        "assert 'torch' not in sys.modules and 'vllm.env_override' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=OVERLAY, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--prefiller-host" in done.stdout and "example:" in done.stdout
+
+
+def test_a_taken_port_is_named(unused_tcp_port: int) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", unused_tcp_port))
+        taken.listen()
+        argv = ["--host", "127.0.0.1", "--port", str(unused_tcp_port)]
+        done = subprocess.run(
+            [sys.executable, "-m", "vllm_bidir_router", *argv],
+            capture_output=True,
+            text=True,
+            cwd=OVERLAY,
+            check=False,
+            timeout=60,
+        )
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{unused_tcp_port}" in done.stderr

@@ -1,0 +1,72 @@
+"""The stream filter takes one field out and changes no other byte, however the stream is cut."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.bidir.router.stream import StreamFilter, take_params
+
+from tests.router.fake_engine import as_client_sees, d_params, event, stream_of
+
+WHOLE = b"".join(stream_of(d_params(1)))
+
+
+def run(pieces: list[bytes]) -> tuple[bytes, dict[str, object] | None]:
+    taken = StreamFilter()
+    out = b"".join([*map(taken.feed, pieces), taken.finish()])
+    return out, taken.params
+
+
+@given(st.lists(st.integers(0, len(WHOLE)), max_size=12))
+def test_any_cut_of_the_stream_gives_the_same(cuts: list[int]) -> None:
+    ends = [0, *sorted(cuts), len(WHOLE)]
+    pieces = [WHOLE[a:b] for a, b in itertools.pairwise(ends)]
+    assert run(pieces) == (as_client_sees(d_params(1)), d_params(1))
+
+
+@given(st.binary(max_size=300), st.integers(0, 300))
+def test_bytes_without_the_field_are_never_changed(data: bytes, cut: int) -> None:
+    assert run([data[:cut], data[cut:]]) == (data, None)
+
+
+@given(st.text(max_size=80), st.sampled_from(["\n\n", "\r\n\r\n"]))
+def test_text_that_speaks_of_the_field_is_no_field(text: str, ending: str) -> None:
+    chunk = {"choices": [{"text": text + '"kv_transfer_params": {"a": 1}'}]}
+    line = f"data: {json.dumps(chunk)}{ending}".encode()
+    assert run([line]) == (line, None)
+
+
+def test_a_nested_key_of_the_same_name_stays() -> None:
+    line = event({"choices": [{"delta": {"kv_transfer_params": 1}}]})
+    assert run([line]) == (line, None)
+
+
+def test_null_params_are_taken_out_and_count_as_none() -> None:
+    out, params = run([event({"id": "1", "kv_transfer_params": None})])
+    assert out == b'data: {"id":"1"}\n\n'
+    assert params is None
+
+
+def test_the_field_of_responses_lies_inside_its_response() -> None:
+    data = {"type": "response.completed", "response": {"id": "r", "kv_transfer_params": {"a": 1}}}
+    out, params = run([b"event: response.completed\n" + event(data)])
+    assert params == {"a": 1}
+    assert json.loads(out.split(b"data: ")[1]) == {
+        "type": "response.completed",
+        "response": {"id": "r"},
+    }
+
+
+def test_what_is_no_json_object_passes() -> None:
+    for payload in (b"[DONE]", b'["kv_transfer_params"]', b"{", b""):
+        assert take_params(payload) == (payload, None)
+
+
+def test_a_line_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.bidir.router.stream._MAX_LINE", 100)
+    with pytest.raises(ValueError, match="exceeds 100 bytes"):
+        StreamFilter().feed(b"x" * 101)
