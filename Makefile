@@ -3,7 +3,7 @@
 PYTHON ?= python3
 DEVICE ?= cuda
 ARCH ?= x86_64
-export DEVICE ARCH UPSTREAM_WHEEL VERSION BIDIR_CACHE SOURCE_DATE_EPOCH
+export DEVICE ARCH UPSTREAM_WHEEL UPSTREAM_SDIST VERSION BIDIR_CACHE SOURCE_DATE_EPOCH
 
 BUILD_ENV := .venv-build
 TEST_ENV := .venv-test
@@ -47,7 +47,7 @@ test: lint test-fast test-wheel test-patches test-upstream test-e2e ## everythin
 test-full: test ## the same with the full numbers of the long suites
 
 test-fast: $(BUILD_ENV)/.made ## no engine, no vllm: under a minute
-	$(BUILD_PY) -m pytest -q tests/unit tests/property
+	$(BUILD_PY) -m pytest -q tests/unit tests/property tests/router
 
 test-wheel: $(TEST_ENV)/.made ## invariants of the real CPU wheel
 	$(PYTEST) tests/wheel

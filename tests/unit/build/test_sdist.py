@@ -93,7 +93,7 @@ def index(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Answer]]:
             """Say nothing: the test's output is for failures."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/simple"
         _only(monkeypatch, PIP_INDEX_URL=url)
         yield answers
