@@ -14,7 +14,7 @@ CPU_WHEEL = $(firstword $(wildcard dist/vllm-*+cpu.bidir.*_x86_64.whl))
 WHEEL_INPUTS := upstream.toml NOTICE $(shell find patches overlay tools/build -type f -not -name '*.pyc')
 PYTEST := PYTHONDONTWRITEBYTECODE=1 $(TEST_PY) -m pytest -q
 
-.PHONY: help wheel prove check-installed lint import refresh test test-fast test-full \
+.PHONY: help demo wheel prove check-installed lint import refresh test test-fast test-full \
 	test-wheel test-patches test-upstream test-e2e bench-build clean
 
 help: ## this list
@@ -60,6 +60,9 @@ test-upstream: $(TEST_ENV)/.made ## the base release's own tests against our whe
 
 test-e2e: $(TEST_ENV)/.made ## two real CPU engines
 	$(PYTEST) tests/e2e
+
+demo: $(TEST_ENV)/.made ## a conversation over P, D and the router, feature off and on; no GPU
+	@$(TEST_PY) -m tools.demo
 
 bench-build: $(BUILD_ENV)/.made ## time and memory of a build against repacking with `wheel`
 	@$(BUILD_PY) -m tools.bench.build

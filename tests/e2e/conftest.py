@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
 from tools.cluster import Cluster, ClusterOptions, RoleOptions, cluster, make_model
 from tools.cluster.readiness import to_stderr
+from tools.cluster.router import RouterProcess, router
+
+WITHOUT_PREFIX_CACHE = RoleOptions(prefix_caching=False)
+
+
+class Route(Protocol):
+    """Starts a router in front of a cluster's engines; ``args`` go to its command line."""
+
+    def __call__(self, engines: Cluster, *args: str) -> AbstractContextManager[RouterProcess]: ...
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with engines of their own come first: `pair` would go on taking cores beside them."""
+    items.sort(key=lambda item: "pair" in getattr(item, "fixturenames", ()))
 
 
 @pytest.fixture(scope="session")
@@ -44,8 +60,13 @@ def pair(
     """
     options = ClusterOptions(
         model=model_folder,
-        prefill=RoleOptions(prefix_caching=False),
-        decode=RoleOptions(prefix_caching=False),
+        prefill=WITHOUT_PREFIX_CACHE,
+        decode=WITHOUT_PREFIX_CACHE,
+        # An engine that keeps blocks never sleeps, and would slow down all that runs after it.
+        kv_connector_extra_config={"decoder_kv_blocks_ttl": 60},
+        args=("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+        # Else the first request for logprobs waits until a compiler has made a kernel for it.
+        env={"TORCHDYNAMO_DISABLE": "1"},
     )
     with cluster(
         prefill=1,
@@ -56,3 +77,19 @@ def pair(
         report=report,
     ) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def route(tmp_path_factory: pytest.TempPathFactory) -> Route:
+    """A router takes a second to start, so that each test can have one that counts from 0."""
+
+    def start(engines: Cluster, *args: str) -> AbstractContextManager[RouterProcess]:
+        return router(
+            prefill=engines.prefill,
+            decode=engines.decode,
+            log_folder=tmp_path_factory.mktemp("router-logs"),
+            args=args,
+            report=lambda line: None,
+        )
+
+    return start

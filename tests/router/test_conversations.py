@@ -48,6 +48,18 @@ def test_dropping_an_older_turn_leaves_the_newer_one() -> None:
     assert kept.get(b"a") is Reason.FIRST_TURN
 
 
+def test_a_turn_that_left_nothing_leaves_the_earlier_one() -> None:
+    kept = Conversations(2, 5.0, Clock())
+    kept.put_nothing(b"a", Reason.NO_PARAMS)
+    assert kept.get(b"a") is Reason.NO_PARAMS
+    kept.put(b"a", {"turn": 2}, "n")
+    kept.put_nothing(b"a", Reason.NO_PARAMS)
+    assert isinstance(kept.get(b"a"), KeptTurn)
+    kept.put_nothing(b"b", Reason.NO_PARAMS)
+    kept.put_nothing(b"c", Reason.NO_PARAMS)
+    assert len(kept) == 2 and kept.get(b"a") is Reason.FIRST_TURN
+
+
 def test_keys_of_different_tenants_never_meet() -> None:
     keys = {
         conversation_key(*pair) for pair in (("a", "bc"), ("ab", "c"), ("", "abc"), ("abc", ""))

@@ -14,7 +14,7 @@ from vllm.bidir.router.app import Router, make_app
 from vllm.bidir.router.options import Address
 
 from tests.router.conftest import BODY, MakeSetup, Setup
-from tests.router.fake_engine import FakeEngine, as_client_sees, d_params
+from tests.router.fake_engine import FakeEngine, as_client_sees, d_params, event
 
 
 async def test_p_computes_one_token_and_d_gets_the_clients_request(setup: Setup) -> None:
@@ -90,6 +90,32 @@ async def test_an_expired_entry_is_a_miss_with_its_reason(make_setup: MakeSetup)
         await setup.ask(conversation_id="c")
     assert setup.prefill[0].asked[1]["kv_transfer_params"]["remote_block_ids"] is None
     assert setup.metric("bidir_router_turns_total", outcome="miss", reason="expired") == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_turn_of_which_d_kept_nothing_is_a_miss_with_its_reason(
+    setup: Setup, stream: bool
+) -> None:
+    """As with a D that has the option off, or that does not say in a stream what it keeps."""
+
+    async def keeps_nothing(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        chunk = {"choices": [{"index": 0, "text": "x", "finish_reason": "length"}]}
+        if not stream:
+            return web.json_response(chunk)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(event(chunk) + event("[DONE]"))
+        return response
+
+    setup.decode[0].script = keeps_nothing
+    for _ in range(3):
+        assert (await setup.ask(stream=stream, conversation_id="c"))[0] == 200
+    assert setup.metric("bidir_router_turns_total", outcome="miss", reason="first_turn") == 1
+    assert setup.metric("bidir_router_turns_total", outcome="miss", reason="no_params") == 2
+    setup.decode[0].script = None
+    for _ in range(2):
+        await setup.ask(stream=stream, conversation_id="c")
+    assert setup.metric("bidir_router_turns_total", outcome="hit", reason="") == 1
 
 
 async def test_the_entry_survives_a_prefill_that_fails(setup: Setup) -> None:

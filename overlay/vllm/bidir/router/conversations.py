@@ -41,7 +41,7 @@ class Conversations:
         self._limit = limit
         self._ttl = ttl
         self._clock = clock
-        self._kept: OrderedDict[Key, KeptTurn] = OrderedDict()
+        self._kept: OrderedDict[Key, KeptTurn | Reason] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -51,7 +51,7 @@ class Conversations:
         kept = self._kept.get(key)
         if kept is None:
             return Reason.FIRST_TURN
-        if kept.expires <= self._clock():
+        if isinstance(kept, KeptTurn) and kept.expires <= self._clock():
             del self._kept[key]
             return Reason.EXPIRED
         self._kept.move_to_end(key)
@@ -59,7 +59,14 @@ class Conversations:
 
     def put(self, key: Key, params: dict[str, Any], node: str) -> None:
         """Keep a turn that has just ended; it supersedes the one before."""
-        self._kept[key] = KeptTurn(params, node, self._clock() + self._ttl)
+        self._set(key, KeptTurn(params, node, self._clock() + self._ttl))
+
+    def put_nothing(self, key: Key, reason: Reason) -> None:
+        """A turn has ended and left no KV, and why; what an earlier one has left stays."""
+        self._set(key, self._kept.get(key, reason))
+
+    def _set(self, key: Key, what: KeptTurn | Reason) -> None:
+        self._kept[key] = what
         self._kept.move_to_end(key)
         while len(self._kept) > self._limit:
             self._kept.popitem(last=False)

@@ -171,7 +171,8 @@ class Turns:
         self, turn: Turn, node: Node, upstream: aiohttp.ClientResponse, whole: bytes
     ) -> web.StreamResponse:
         body, found = take_params(whole)
-        self._keep(turn, node, found)
+        if upstream.status == 200:
+            self._keep(turn, node, found)
         return _whole(Answer(upstream.status, upstream.content_type, body), turn)
 
     async def _stream(
@@ -197,12 +198,14 @@ class Turns:
     ) -> AsyncIterator[bytes]:
         """D's stream for the client. Its params are kept before the client sees its end."""
         taken = StreamFilter()
+        said = False
         piece = first
         try:
             while piece:
                 out = taken.feed(piece)
-                self._keep(turn, node, taken.params)
-                taken.params = None
+                if taken.params is not None:
+                    self._keep(turn, node, taken.params)
+                    taken.params, said = None, True
                 if out:
                     yield out
                 piece = await upstream.content.readany()
@@ -210,16 +213,21 @@ class Turns:
             self._failed(turn, "decode", node, type(error).__name__)
             yield error_event(502, "The decode node failed in the middle of its answer.")
             return
-        if out := taken.finish():
+        out = taken.finish()
+        if taken.params is not None or not said:
             self._keep(turn, node, taken.params)
+        if out:
             yield out
 
     def _keep(self, turn: Turn, node: Node, params: dict[str, Any] | None) -> None:
-        if turn.key is None or params is None or not holds_blocks(params):
+        """Remember what D has kept of a turn that it has answered, or that it has kept nothing."""
+        if turn.key is None:
             return
         kept = at_node(params, node)
-        assert kept is not None  # params is not
-        self._conversations.put(turn.key, kept, node.name)
+        if kept is not None and holds_blocks(kept):
+            self._conversations.put(turn.key, kept, node.name)
+        else:
+            self._conversations.put_nothing(turn.key, Reason.NO_PARAMS)
         self._metrics.conversations.set(len(self._conversations))
 
     def _failed(self, turn: Turn, leg: str, node: Node, kind: str) -> None:

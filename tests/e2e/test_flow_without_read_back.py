@@ -1,0 +1,203 @@
+"""Where nothing can be read back the answers are right, and the reason is counted and logged."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import WITHOUT_PREFIX_CACHE, Route
+from tests.e2e.turns import (
+    FIELD,
+    MODEL,
+    KvCounters,
+    Turn,
+    ask,
+    converse,
+    http,
+    metric,
+    outcomes,
+    tokens,
+)
+from tools.build.fetch import cache_folder, fetch
+from tools.build.pipeline import Checkout, Options, select
+from tools.cluster import Cluster, ClusterOptions, Engine, PortReservations
+from tools.cluster.command import EngineSpec
+from tools.cluster.options import Role
+from tools.cluster.placement import cpu_slots
+from tools.cluster.readiness import wait_until_ready
+from tools.cluster.router import RouterProcess
+
+ROOT = Path(__file__).resolve().parents[2]
+QUESTIONS = [tokens(count, seed) for seed, count in enumerate((200, 70), start=50)]
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+# P declines to read blocks that D keeps for less than 5 s more, so that all is expired at once.
+EXPIRED_TTL_S = 4
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A prefill and a decode engine, and a router that was there before them.
+
+    ``early``: what the router answered while no engine was up.
+    """
+
+    engines: Cluster
+    router: RouterProcess
+    early: httpx.Response
+
+    @property
+    def prefill(self) -> Engine:
+        return self.engines.prefill[0]
+
+    @property
+    def decode(self) -> Engine:
+        return self.engines.decode[0]
+
+
+@pytest.fixture(scope="module")
+def base_release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder whose ``vllm`` is that of the pinned base wheel, every file of it."""
+    environment = {**os.environ, "DEVICE": "cpu", "ARCH": platform.machine()}
+    options = Options.from_environment(environment, ROOT / "dist")
+    pins, base, _ = select(Checkout(ROOT), options)
+    wheel = fetch(pins, base, cache_folder(dict(os.environ)), options.upstream_wheel, print)
+    with tempfile.TemporaryDirectory(dir=tmp_path_factory.getbasetemp()) as folder:
+        with zipfile.ZipFile(wheel) as archive:
+            names = [name for name in archive.namelist() if name.startswith("vllm/")]
+            archive.extractall(folder, names)
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module", params=["off", "base"])
+def variant(
+    request: pytest.FixtureRequest,
+    model_folder: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    report: Callable[[str], None],
+    route: Route,
+) -> Iterator[Variant]:
+    """``off``: the option is off on P and D. ``base``: it is on, D is the unpatched release."""
+    options = ClusterOptions(
+        model=model_folder, prefill=WITHOUT_PREFIX_CACHE, decode=WITHOUT_PREFIX_CACHE
+    )
+    if request.param == "off":
+        options = replace(options, bidirectional=False)
+    else:
+        stock: Path = request.getfixturevalue("base_release")
+        decode = replace(
+            WITHOUT_PREFIX_CACHE,
+            env={"PYTHONPATH": str(stock)},
+            kv_connector_extra_config={"decoder_kv_blocks_ttl": EXPIRED_TTL_S},
+        )
+        options = replace(options, decode=decode)
+    logs = tmp_path_factory.mktemp(f"{request.param}-logs")
+    with ExitStack() as stack:
+        ports = stack.enter_context(PortReservations())
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="engines-")))
+        engines = [
+            Engine(
+                EngineSpec(
+                    name=f"{role}-0",
+                    role=role,
+                    device="cpu",
+                    tensor_parallel=1,
+                    slot=slot,
+                    port=ports.reserve(),
+                    side_channel_port=ports.reserve(),
+                    scratch=scratch,
+                    options=options,
+                ),
+                logs,
+                report,
+            )
+            for role, slot in zip(ROLES, cpu_slots(len(ROLES), 1), strict=True)
+        ]
+        running = Cluster(engines, logs)
+        router = stack.enter_context(route(running))
+        with http() as client:
+            body = {"model": MODEL, "prompt": [1, 2, 3]}
+            early = client.post(f"{router.url}/v1/completions", json=body)
+        for engine in engines:
+            stack.callback(engine.stop)
+        for engine in engines:
+            engine.start()
+            report(
+                f"{request.param} {engine.name}: starting at {engine.url}, log {engine.log_path}"
+            )
+        wait_until_ready(engines, options.start_timeout_s, report)
+        yield Variant(running, router, early)
+
+
+def test_router_waits_for_its_engines_and_then_serves(variant: Variant) -> None:
+    """A router that is started first refuses in OpenAI's shape, says so, and serves later."""
+    assert variant.early.status_code == httpx.codes.SERVICE_UNAVAILABLE
+    assert variant.early.headers["Retry-After"] == "1"
+    error = variant.early.json()["error"]
+    assert error["type"] == "server_error" and "decode node" in error["message"]
+    names = [f"{engine.role} {engine.host}:{engine.port}" for engine in variant.engines.engines]
+    log = variant.router.log_text
+    assert f"waiting for nodes that do not answer yet: {', '.join(names)}" in log
+    first = ask(variant.router, tokens(20, 1))
+    assert first.generated == ask(variant.decode, first.prompt).generated
+
+
+def test_streamed_turns_are_right_and_say_why_nothing_is_read(
+    variant: Variant, route: Route
+) -> None:
+    """P computes the second turn: D has not said where the first one's KV is."""
+    before = KvCounters.of(variant.prefill)
+    with route(variant.engines) as router:
+        turns = list(converse(router, QUESTIONS, conversation_id="streamed"))
+        assert outcomes(router) == {"first_turn": 1, "no_params": 1}
+        assert "cache MISS (no_params)" in router.log_text
+    counted = KvCounters.of(variant.prefill).since(before)
+    assert (counted.read, counted.computed) == (0, sum(len(turn.prompt) for turn in turns))
+    _assert_as_alone(variant, turns)
+
+
+def test_whole_turns_are_right(variant: Variant, route: Route) -> None:
+    """Not streamed, also the base release's D says where its KV is; off, nothing does."""
+    with route(variant.engines) as router:
+        turns = list(converse(router, QUESTIONS, conversation_id="whole", stream=False))
+        off = not variant.decode.spec.options.bidirectional
+        assert outcomes(router) == {"first_turn": 1, "no_params" if off else "hit": 1}
+    assert not any(FIELD in turn.wire for turn in turns)
+    _assert_as_alone(variant, turns)
+
+
+@pytest.mark.parametrize("variant", ["base"], indirect=True)
+def test_blocks_that_d_is_about_to_free_are_computed(variant: Variant, route: Route) -> None:
+    """P declines to read them; the router has it compute the turn, and counts the failed try."""
+    before = KvCounters.of(variant.prefill)
+    with route(variant.engines) as router:
+        turns = list(converse(router, QUESTIONS, conversation_id="late", stream=False))
+        assert outcomes(router) == {"first_turn": 1, "hit": 1}
+        failures = metric(router, "bidir_router_leg_failures_total", leg="prefill", kind="500")
+        assert failures == 1
+        assert "prefill leg failed" in router.log_text
+    assert "Declining expired remote read" in variant.prefill.log_path.read_text(encoding="utf-8")
+    assert KvCounters.of(variant.prefill).since(before).moved == 0
+    _assert_as_alone(variant, turns)
+
+
+@pytest.mark.parametrize("variant", ["base"], indirect=True)
+def test_base_decode_engine_is_unpatched(variant: Variant) -> None:
+    """The tests above are about the release itself: its stream lacks what its answer has."""
+    ask_to_keep = {"do_remote_prefill": False, "do_remote_decode": False}
+    prompt = tokens(20, 2)
+    assert FIELD in ask(variant.decode, prompt, stream=False, kv_transfer_params=ask_to_keep).wire
+    assert FIELD not in ask(variant.decode, prompt, kv_transfer_params=ask_to_keep).wire
+
+
+def _assert_as_alone(variant: Variant, turns: list[Turn]) -> None:
+    for turn in turns:
+        assert ask(variant.decode, turn.prompt).generated == turn.generated
