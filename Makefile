@@ -15,7 +15,7 @@ WHEEL_INPUTS := upstream.toml NOTICE $(shell find patches overlay tools/build -t
 PYTEST := PYTHONDONTWRITEBYTECODE=1 $(TEST_PY) -m pytest -q
 
 .PHONY: help demo wheel prove check-installed lint import refresh test test-fast test-full \
-	test-wheel test-patches test-upstream test-e2e bench-build clean
+	test-wheel test-patches test-connector test-upstream test-e2e fuzz bench-build bench-proof clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,9 +42,18 @@ import: $(BUILD_ENV)/.made ## make a patch of an upstream diff: make import DIFF
 refresh: $(BUILD_ENV)/.made ## rebase the patches: make refresh TO=0.30.0 [CONTINUE=1 | DRY_RUN=1]
 	@$(TOOL) refresh --to $(TO) $(if $(CONTINUE),--continue) $(if $(DRY_RUN),--dry-run)
 
-test: lint test-fast test-wheel test-patches test-upstream test-e2e ## everything, CPU only
+test: lint test-fast test-wheel test-patches test-connector test-upstream test-e2e ## everything, CPU only
 
+# 10,000 histories for each setting of P's cache; 6 groups of 34 conversations.
+test-full: export BIDIR_HISTORIES = 10000
+test-full: export BIDIR_MUTATED = 34
 test-full: test ## the same with the full numbers of the long suites
+
+fuzz: $(TEST_ENV)/.made ## random histories over real schedulers: make fuzz [MINUTES=10]
+	@PYTHONPATH=. $(TEST_PY) -m tests.connector.fuzz --minutes $(or $(MINUTES),10)
+
+bench-proof: $(TEST_ENV)/.made ## size of a proof, and what making and checking one costs
+	@PYTHONPATH=. $(TEST_PY) -m tests.connector.bench_proof
 
 test-fast: $(BUILD_ENV)/.made ## no engine, no vllm: under a minute
 	$(BUILD_PY) -m pytest -q tests/unit tests/property tests/router
@@ -54,6 +63,9 @@ test-wheel: $(TEST_ENV)/.made ## invariants of the real CPU wheel
 
 test-patches: $(TEST_ENV)/.made ## the patched serving classes, and that each patch is needed
 	$(PYTEST) tests/patches
+
+test-connector: $(TEST_ENV)/.made ## verified read-back over real schedulers, simulated memory
+	$(PYTEST) tests/connector
 
 test-upstream: $(TEST_ENV)/.made ## the base release's own tests against our wheel
 	$(PYTEST) tests/upstream

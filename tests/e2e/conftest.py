@@ -14,6 +14,8 @@ from tools.cluster.readiness import to_stderr
 from tools.cluster.router import RouterProcess, router
 
 WITHOUT_PREFIX_CACHE = RoleOptions(prefix_caching=False)
+# Tokens that a read-back must gain in `pair`: more than a block (128), which a proof needs.
+THRESHOLD = 130
 
 
 class Route(Protocol):
@@ -63,7 +65,10 @@ def pair(
         prefill=WITHOUT_PREFIX_CACHE,
         decode=WITHOUT_PREFIX_CACHE,
         # An engine that keeps blocks never sleeps, and would slow down all that runs after it.
-        kv_connector_extra_config={"decoder_kv_blocks_ttl": 60},
+        kv_connector_extra_config={
+            "decoder_kv_blocks_ttl": 60,
+            "kv_recompute_threshold": THRESHOLD,
+        },
         args=("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
         # Else the first request for logprobs waits until a compiler has made a kernel for it.
         env={"TORCHDYNAMO_DISABLE": "1"},

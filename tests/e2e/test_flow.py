@@ -10,12 +10,12 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
-import httpx
 import pytest
 
-from tests.e2e.conftest import Route
-from tests.e2e.turns import FIELD, MODEL, KvCounters, Turn, ask, converse, http, outcomes, tokens
+from tests.e2e.conftest import THRESHOLD, Route
+from tests.e2e.turns import FIELD, KvCounters, Turn, ask, converse, outcomes, tokens
 from tools.cluster import Cluster, ModelShape
 from tools.cluster.router import RouterProcess
 
@@ -23,8 +23,6 @@ BLOCK_TOKENS = 128
 BYTES_PER_TOKEN = ModelShape().kv_bytes_per_token
 # Tokens that each turn adds: histories end in the middle of a block and at most once at its end.
 QUESTIONS = [tokens(count, seed) for seed, count in enumerate((300, 90, 128, 37))]
-# The engine's own default of kv_recompute_threshold, in tokens.
-THRESHOLD = 64
 LOG_INTERVAL_S = 10.0
 
 
@@ -48,17 +46,14 @@ class Told:
 def told(pair: Cluster, route: Route) -> Told:
     """Four streamed turns of one conversation."""
     prefill, decode = pair.prefill[0], pair.decode[0]
-    told = Told([], [], [], {}, "")
+    turns: list[Turn] = []
+    at_p, at_d = [KvCounters.of(prefill)], [KvCounters.of(decode)]
     with route(pair) as router:
-        before = KvCounters.of(prefill), KvCounters.of(decode)
         for turn in converse(router, QUESTIONS, conversation_id="four-turns"):
-            after = KvCounters.of(prefill), KvCounters.of(decode)
-            told.turns.append(turn)
-            told.prefill.append(after[0].since(before[0]))
-            told.decode.append(after[1].since(before[1]))
-            before = after
-        told.outcomes.update(outcomes(router))
-        return Told(told.turns, told.prefill, told.decode, told.outcomes, router.log_text)
+            turns.append(turn)
+            at_p.append(KvCounters.of(prefill))
+            at_d.append(KvCounters.of(decode))
+        return Told(turns, _steps(at_p), _steps(at_d), outcomes(router), router.log_text)
 
 
 @pytest.fixture
@@ -162,29 +157,19 @@ def test_p_reads_when_the_gain_reaches_the_threshold(
     assert outcomes(router) == {"first_turn": 1, "hit": 1}
 
 
-def test_conversations_at_the_same_time_read_their_own(
-    pair: Cluster, router: RouterProcess
-) -> None:
-    """Two conversations in turns, one by header and one in the body, get a single engine's text."""
-    first = [ask(router, tokens(200, seed), conversation_id=f"c{seed}") for seed in (21, 22)]
-    for seed, turn in zip((21, 22), first, strict=True):
-        prompt = turn.history + QUESTIONS[3]
-        with http() as client:
-            response = client.post(
-                f"{router.url}/v1/completions",
-                json={
-                    "model": MODEL,
-                    "prompt": prompt,
-                    "max_tokens": 20,
-                    "temperature": 0.0,
-                    "return_token_ids": True,
-                },
-                headers={"X-Session-ID": f"c{seed}"},
-            )
-        assert response.status_code == httpx.codes.OK, response.text
-        (choice,) = response.json()["choices"]
-        assert choice["token_ids"] == ask(pair.decode[0], prompt, max_tokens=20).generated
+def test_conversations_in_turns_read_their_own(pair: Cluster, router: RouterProcess) -> None:
+    """Two conversations, begun by body field and continued by header, never meet."""
+    names = ("c1", "c2")
+    first = [ask(router, tokens(200, i), conversation_id=name) for i, name in enumerate(names)]
+    for name, turn in zip(names, first, strict=True):
+        second = ask(router, turn.history + QUESTIONS[3], session=name, stream=False)
+        assert FIELD not in second.wire
+        assert second.generated == ask(pair.decode[0], second.prompt).generated
     assert outcomes(router) == {"first_turn": 2, "hit": 2}
+
+
+def _steps(counted: list[KvCounters]) -> list[KvCounters]:
+    return [after.since(before) for before, after in pairwise(counted)]
 
 
 def _bytes_of_blocks(token_count: int) -> int:

@@ -39,8 +39,8 @@ from tools.cluster.router import RouterProcess
 ROOT = Path(__file__).resolve().parents[2]
 QUESTIONS = [tokens(count, seed) for seed, count in enumerate((200, 70), start=50)]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
-# P declines to read blocks that D keeps for less than 5 s more, so that all is expired at once.
-EXPIRED_TTL_S = 4
+# An engine that keeps blocks never sleeps, and would slow down what runs beside it.
+KEPT_S = 20
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def base_release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.fixture(scope="module", params=["off", "base"])
+@pytest.fixture(scope="module", params=["off", "base", "base_prefill"])
 def variant(
     request: pytest.FixtureRequest,
     model_folder: Path,
@@ -85,7 +85,9 @@ def variant(
     report: Callable[[str], None],
     route: Route,
 ) -> Iterator[Variant]:
-    """``off``: the option is off on P and D. ``base``: it is on, D is the unpatched release."""
+    """``off``: the option is off on P and D. The others have it on; ``base``: D is the unpatched
+    release, ``base_prefill``: P is.
+    """
     options = ClusterOptions(
         model=model_folder, prefill=WITHOUT_PREFIX_CACHE, decode=WITHOUT_PREFIX_CACHE
     )
@@ -93,12 +95,12 @@ def variant(
         options = replace(options, bidirectional=False)
     else:
         stock: Path = request.getfixturevalue("base_release")
-        decode = replace(
-            WITHOUT_PREFIX_CACHE,
-            env={"PYTHONPATH": str(stock)},
-            kv_connector_extra_config={"decoder_kv_blocks_ttl": EXPIRED_TTL_S},
-        )
-        options = replace(options, decode=decode)
+        unpatched = replace(WITHOUT_PREFIX_CACHE, env={"PYTHONPATH": str(stock)})
+        options = replace(options, kv_connector_extra_config={"decoder_kv_blocks_ttl": KEPT_S})
+        if request.param == "base":
+            options = replace(options, decode=unpatched)
+        else:
+            options = replace(options, prefill=unpatched)
     logs = tmp_path_factory.mktemp(f"{request.param}-logs")
     with ExitStack() as stack:
         ports = stack.enter_context(PortReservations())
@@ -150,6 +152,7 @@ def test_router_waits_for_its_engines_and_then_serves(variant: Variant) -> None:
     assert first.generated == ask(variant.decode, first.prompt).generated
 
 
+@pytest.mark.parametrize("variant", ["off", "base"], indirect=True)
 def test_streamed_turns_are_right_and_say_why_nothing_is_read(
     variant: Variant, route: Route
 ) -> None:
@@ -164,6 +167,7 @@ def test_streamed_turns_are_right_and_say_why_nothing_is_read(
     _assert_as_alone(variant, turns)
 
 
+@pytest.mark.parametrize("variant", ["off", "base"], indirect=True)
 def test_whole_turns_are_right(variant: Variant, route: Route) -> None:
     """Not streamed, also the base release's D says where its KV is; off, nothing does."""
     with route(variant.engines) as router:
@@ -175,17 +179,30 @@ def test_whole_turns_are_right(variant: Variant, route: Route) -> None:
 
 
 @pytest.mark.parametrize("variant", ["base"], indirect=True)
-def test_blocks_that_d_is_about_to_free_are_computed(variant: Variant, route: Route) -> None:
-    """P declines to read them; the router has it compute the turn, and counts the failed try."""
+def test_what_a_stock_d_cannot_prove_is_computed(variant: Variant, route: Route) -> None:
+    """Its params carry no proof: P reads nothing by count, counts why, and the turn succeeds."""
     before = KvCounters.of(variant.prefill)
+    labels = {"outcome": "recompute", "reason": "no_proof"}
+    refused = metric(variant.prefill, "vllm:bidir_read_back_total", **labels)
     with route(variant.engines) as router:
-        turns = list(converse(router, QUESTIONS, conversation_id="late", stream=False))
+        turns = list(converse(router, QUESTIONS, conversation_id="unproven", stream=False))
         assert outcomes(router) == {"first_turn": 1, "hit": 1}
-        failures = metric(router, "bidir_router_leg_failures_total", leg="prefill", kind="500")
-        assert failures == 1
-        assert "prefill leg failed" in router.log_text
-    assert "Declining expired remote read" in variant.prefill.log_path.read_text(encoding="utf-8")
+        assert metric(router, "bidir_router_leg_failures_total") == 0
+    assert metric(variant.prefill, "vllm:bidir_read_back_total", **labels) == refused + 1
+    assert "outcome=recompute reason=no_proof" in variant.prefill.log_path.read_text("utf-8")
     assert KvCounters.of(variant.prefill).since(before).moved == 0
+    _assert_as_alone(variant, turns)
+
+
+@pytest.mark.parametrize("variant", ["base_prefill"], indirect=True)
+def test_a_stock_p_is_never_given_what_d_kept(variant: Variant, route: Route) -> None:
+    """It would read by count. The handover to our D works as ever, and the text is right."""
+    with route(variant.engines) as router:
+        turns = list(converse(router, QUESTIONS, conversation_id="stock-p"))
+        assert outcomes(router) == {"first_turn": 1, "hit": 1}
+        assert metric(router, "bidir_router_withheld_total") == 1
+    assert KvCounters.of(variant.prefill).moved == 0
+    assert KvCounters.of(variant.decode).moved > 0
     _assert_as_alone(variant, turns)
 
 

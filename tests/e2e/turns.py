@@ -56,9 +56,13 @@ def ask(
     *,
     max_tokens: int = MAX_TOKENS,
     stream: bool = True,
+    session: str | None = None,
     **fields: Any,
 ) -> Turn:
-    """Send one greedy completion request and return what was generated, id by id."""
+    """Send one greedy completion request and return what was generated, id by id.
+
+    ``session`` goes into the X-Session-ID header, ``fields`` into the body.
+    """
     body = {
         "model": MODEL,
         "prompt": list(prompt),
@@ -68,8 +72,9 @@ def ask(
         "stream": stream,
         **fields,
     }
+    headers = {} if session is None else {"X-Session-ID": session}
     with http() as client:
-        response = client.post(f"{server.url}/v1/completions", json=body)
+        response = client.post(f"{server.url}/v1/completions", json=body, headers=headers)
     assert response.status_code == httpx.codes.OK, response.text
     chunks = list(events(response.text)) if stream else [response.json()]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]

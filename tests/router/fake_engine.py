@@ -20,6 +20,7 @@ P_PARAMS = {
     "remote_host": "elsewhere",
     "remote_port": 5600,
     "remote_request_id": "r",
+    "readback": 1,
 }
 
 

@@ -35,19 +35,6 @@ def test_the_least_recently_used_goes_first() -> None:
     assert kept.get(b"b") is Reason.FIRST_TURN
 
 
-def test_dropping_an_older_turn_leaves_the_newer_one() -> None:
-    kept = Conversations(2, 5.0, Clock())
-    kept.put(b"a", {"turn": 1}, "n")
-    first = kept.get(b"a")
-    assert isinstance(first, KeptTurn)
-    kept.put(b"a", {"turn": 2}, "n")
-    kept.drop(b"a", first)
-    second = kept.get(b"a")
-    assert isinstance(second, KeptTurn) and second.params == {"turn": 2}
-    kept.drop(b"a", second)
-    assert kept.get(b"a") is Reason.FIRST_TURN
-
-
 def test_a_turn_that_left_nothing_leaves_the_earlier_one() -> None:
     kept = Conversations(2, 5.0, Clock())
     kept.put_nothing(b"a", Reason.NO_PARAMS)

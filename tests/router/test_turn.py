@@ -14,7 +14,7 @@ from vllm.bidir.router.app import Router, make_app
 from vllm.bidir.router.options import Address
 
 from tests.router.conftest import BODY, MakeSetup, Setup
-from tests.router.fake_engine import FakeEngine, as_client_sees, d_params, event
+from tests.router.fake_engine import P_PARAMS, FakeEngine, as_client_sees, d_params, event
 
 
 async def test_p_computes_one_token_and_d_gets_the_clients_request(setup: Setup) -> None:
@@ -146,6 +146,51 @@ async def test_a_prefill_that_fails_with_read_back_is_computed_without(setup: Se
     status, body = await setup.ask(conversation_id="c", stream=True)
     assert status == 200 and body == as_client_sees(d_params(2))
     assert len(setup.prefill[0].asked) == 3
+
+
+async def test_a_stock_p_is_never_given_what_d_kept(setup: Setup) -> None:
+    """It would match by count, and answer wrong when the history has changed."""
+
+    async def stock(request: web.Request, body: dict[str, Any]) -> web.Response:
+        params = {key: value for key, value in P_PARAMS.items() if key != "readback"}
+        return web.json_response({"choices": [], "kv_transfer_params": params})
+
+    setup.prefill[0].script = stock
+    for _ in range(3):
+        assert (await setup.ask(conversation_id="c"))[0] == 200
+    assert [
+        asked["kv_transfer_params"]["remote_block_ids"] for asked in setup.prefill[0].asked
+    ] == [None] * 3
+    assert setup.metric("bidir_router_withheld_total") == 2
+
+
+async def test_a_p_that_was_downgraded_is_noticed_at_its_next_answer(setup: Setup) -> None:
+    for _ in range(2):
+        await setup.ask(conversation_id="c")
+
+    async def stock(request: web.Request, body: dict[str, Any]) -> web.Response:
+        params = {key: value for key, value in P_PARAMS.items() if key != "readback"}
+        return web.json_response({"choices": [], "kv_transfer_params": params})
+
+    setup.prefill[0].script = stock
+    for _ in range(2):
+        await setup.ask(conversation_id="c")
+    last = setup.prefill[0].asked[-1]["kv_transfer_params"]
+    assert last["remote_block_ids"] is None
+
+
+async def test_a_forked_turn_reads_the_same_parent(setup: Setup) -> None:
+    """A read ends nothing: what D kept is offered again until the next turn supersedes it."""
+    await setup.ask(conversation_id="c")
+
+    async def refuse(request: web.Request, body: dict[str, Any]) -> web.Response:
+        return web.json_response({"error": {}}, status=400)
+
+    setup.decode[0].script = refuse
+    for _ in range(2):
+        assert (await setup.ask(conversation_id="c"))[0] == 400
+    offered = [asked["kv_transfer_params"] for asked in setup.prefill[0].asked[1:]]
+    assert [params["remote_request_id"] for params in offered] == ["turn-1"] * 2
 
 
 async def test_without_any_p_the_decode_node_serves_alone(make_setup: MakeSetup) -> None:

@@ -28,8 +28,8 @@ def parser() -> argparse.ArgumentParser:
     """The arguments; all have defaults."""
     made = argparse.ArgumentParser(
         prog="python -m tools.demo",
-        description="Start a prefill engine, a decode engine and the router on this machine's CPU,\n"
-        "run one streamed conversation without and with read-back, and compare.",
+        description="Start a prefill engine, a decode engine and the router on this machine's "
+        "CPU,\nrun one streamed conversation without and with read-back, and compare.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

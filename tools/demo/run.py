@@ -142,7 +142,7 @@ class _Conversation:
             turns.append(turn)
             self._screen.line(
                 f"  turn {number}: {tokens(turn.prompt_tokens):>5} tokens, "
-                f"TTFT {milliseconds(turn.ttft_s):>8}  {one_line(turn.text, _SHOWN - 10)}"
+                f"TTFT {milliseconds(turn.ttft_s):>9}  {one_line(turn.text, _SHOWN - 10)}"
             )
         return turns
 

@@ -70,8 +70,3 @@ class Conversations:
         self._kept.move_to_end(key)
         while len(self._kept) > self._limit:
             self._kept.popitem(last=False)
-
-    def drop(self, key: Key, kept: KeptTurn) -> None:
-        """Forget `kept`, unless a later turn has superseded it meanwhile."""
-        if self._kept.get(key) is kept:
-            del self._kept[key]

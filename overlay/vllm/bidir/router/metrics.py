@@ -32,6 +32,11 @@ class Metrics:
             ["leg", "kind"],
             registry=self.registry,
         )
+        self._withheld = Counter(
+            "bidir_router_withheld",
+            "Turns whose kept KV was not offered, because the prefill node does not verify it.",
+            registry=self.registry,
+        )
         self.prefill_seconds = Histogram(
             "bidir_router_prefill_seconds",
             "Prefill leg, from sending the request to P's answer.",
@@ -52,6 +57,9 @@ class Metrics:
 
     def decode_alone(self, reason: Reason) -> None:
         self._bypassed.labels(reason.value).inc()
+
+    def withheld(self) -> None:
+        self._withheld.inc()
 
     def failure(self, leg: str, kind: str) -> None:
         self._failures.labels(leg, kind).inc()

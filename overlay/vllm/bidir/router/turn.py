@@ -69,6 +69,7 @@ class Turns:
         self._decode = decode
         self._conversations = conversations
         self._metrics = metrics
+        self._verifying: set[str] = set()
 
     async def serve(self, http: web.Request) -> web.StreamResponse:
         """Answer one client; ClientError is the caller's to turn into a response."""
@@ -110,20 +111,30 @@ class Turns:
 
     async def _prefill_leg(self, turn: Turn) -> PrefillDone | Answer:
         """P's params, or a refusal that the client must see; without any P, no params."""
-        params = FIRST_TURN if turn.kept is None else read_back(turn.kept.params)
         for node in self._prefill.candidates():
-            done = await self._try_prefill(turn, node, params)
-            if isinstance(done, Answer) and done.status >= 500 and turn.kept is not None:
+            offered = self._offer(turn, node)
+            done = await self._try_prefill(turn, node, offered or FIRST_TURN)
+            if isinstance(done, Answer) and done.status >= 500 and offered is not None:
                 # The fault may lie with what was to be read back: compute it all instead.
                 done = await self._try_prefill(turn, node, FIRST_TURN)
-            elif isinstance(done, PrefillDone) and turn.kept is not None and turn.key is not None:
-                # D frees blocks that have been read; the turn that ends next is kept instead.
-                self._conversations.drop(turn.key, turn.kept)
             if isinstance(done, PrefillDone) or (done is not None and done.status < 500):
                 return done
         self._metrics.decode_alone(Reason.PEER_GONE)
         logger.warning("%s: no prefill node answers; decode node alone", turn)
         return PrefillDone(None)
+
+    def _offer(self, turn: Turn, node: Node) -> dict[str, Any] | None:
+        """What D kept of the last turn, if this P is known to verify what it reads.
+
+        A stock P would match it by count, and answer wrong when the history has changed.
+        """
+        if turn.kept is None:
+            return None
+        if node.name not in self._verifying:
+            self._metrics.withheld()
+            logger.info("%s: %s does not verify read-backs; it computes", turn, node.name)
+            return None
+        return read_back(turn.kept.params)
 
     async def _try_prefill(
         self, turn: Turn, node: Node, params: Mapping[str, Any]
@@ -137,11 +148,19 @@ class Turns:
             return None
         seconds = time.monotonic() - begun
         if isinstance(done, PrefillDone):
+            self._note_whether_it_verifies(node, done.params)
             self._metrics.prefill_seconds.observe(seconds)
             logger.info("%s: Prefill done in %.0fms (%s)", turn, seconds * 1000, node.name)
         elif done.status >= 500:
             self._failed(turn, "prefill", node, str(done.status))
         return done
+
+    def _note_whether_it_verifies(self, node: Node, params: dict[str, Any] | None) -> None:
+        """P says so in its own params; a node may be another release after a restart."""
+        if params is not None and params.get("readback") == 1:
+            self._verifying.add(node.name)
+        else:
+            self._verifying.discard(node.name)
 
     async def _decode_leg(
         self, http: web.Request, turn: Turn, params: dict[str, Any] | None

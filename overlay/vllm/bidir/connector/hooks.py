@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What patches of the base call: one line there, the decision here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
+    from vllm.v1.request import Request
+
+
+def select_connector(connector_cls: Any, kv_transfer_config: KVTransferConfig) -> Any:
+    """Our connector for NixlConnector with `bidirectional_kv_xfer`; else the one chosen."""
+    if kv_transfer_config.kv_connector not in ("NixlConnector", "NixlPullConnector"):
+        return connector_cls
+    if not kv_transfer_config.get_from_extra_config("bidirectional_kv_xfer", False):
+        return connector_cls
+    from vllm.bidir.connector.connector import BidirConnector
+
+    return BidirConnector
+
+
+def end_kept_turns(connector: Any) -> None:
+    """Before the prefix cache is reset or weights change; a no-op for other connectors."""
+    end = getattr(connector, "end_kept_turns", None)
+    if end is not None:
+        end()
+
+
+def recomputes_failed_load(request: Request) -> bool:
+    """Whether a failed load of this request is a lost read-back.
+
+    Reading back is an optimisation: whatever `kv_load_failure_policy` says about loads that a
+    request depends on, a turn is never worse off for having tried it.
+    """
+    params = request.kv_transfer_params
+    return bool(params and params.get("do_remote_decode"))

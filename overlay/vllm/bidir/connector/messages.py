@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HOLD and CONFIRM on NIXL's side channel: msgpack in, msgpack out, nothing trusted.
+
+    HOLD     [HOLD, lease_id]             -> [epoch, engine_id, block_ids, valid_tokens, digest]
+    CONFIRM  [CONFIRM, lease_id, epoch]   -> true or false
+    gone, or not understood               -> nil
+
+The base's own message is [GET_META, pp_rank, tp_rank] and is answered as the base answers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+from vllm.bidir.connector.kept import KeptTurns
+
+HOLD = b"bidir_hold/1"
+CONFIRM = b"bidir_confirm/1"
+_MAX_LEASE_ID = 64
+_MAX_MESSAGE = 4096
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class HoldAnswer(msgspec.Struct, array_like=True, frozen=True):
+    """D's answer to HOLD. `block_ids` are D's own, by position in the turn."""
+
+    epoch: int
+    engine_id: str
+    block_ids: list[int]
+    valid_tokens: int
+    digest: bytes
+
+
+_HOLD_ANSWER = msgspec.msgpack.Decoder(HoldAnswer | None)
+_CONFIRM_ANSWER = msgspec.msgpack.Decoder(bool | None)
+
+
+class MalformedMessageError(Exception):
+    """A side-channel message or answer that this version does not understand."""
+
+
+def ask_hold(lease_id: str) -> bytes:
+    return _encode((HOLD, lease_id))
+
+
+def ask_confirm(lease_id: str, epoch: int) -> bytes:
+    return _encode((CONFIRM, lease_id, epoch))
+
+
+def read_hold(answer: bytes) -> HoldAnswer | None:
+    """D's answer to HOLD, None for gone; MalformedMessageError for anything else."""
+    try:
+        return _HOLD_ANSWER.decode(answer)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise MalformedMessageError(str(error)) from error
+
+
+def read_confirm(answer: bytes) -> bool:
+    """Whether the hold stood; gone counts as no."""
+    try:
+        return bool(_CONFIRM_ANSWER.decode(answer))
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise MalformedMessageError(str(error)) from error
+
+
+class SideChannel:
+    """D's answers to all messages of the side channel."""
+
+    def __init__(
+        self,
+        kept: KeptTurns,
+        engine_id: str,
+        metadata: Mapping[tuple[int, int], bytes],
+        get_meta: bytes,
+        clock: Callable[[], float],
+    ) -> None:
+        """`metadata` are the encoded handshake payloads by (pp_rank, tp_rank); `get_meta` is the
+        base's word for asking for one; `clock` is the one that stamps block expiry."""
+        self._kept = kept
+        self._engine_id = engine_id
+        self._metadata = metadata
+        self._get_meta = get_meta
+        self._clock = clock
+
+    def answer(self, message: bytes) -> list[bytes]:
+        """The frames of the answer; MalformedMessageError when there is none to give."""
+        if len(message) > _MAX_MESSAGE:
+            raise MalformedMessageError(f"{len(message)} bytes")
+        try:
+            parts: Any = msgspec.msgpack.decode(message)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise MalformedMessageError(str(error)) from error
+        if not isinstance(parts, list) or not parts:
+            raise MalformedMessageError("not a list")
+        word, *rest = parts
+        if word == HOLD and len(rest) == 1 and _is_lease(rest[0]):
+            return [_encode(self._hold(rest[0]))]
+        if word == CONFIRM and len(rest) == 2 and _is_lease(rest[0]) and type(rest[1]) is int:
+            return [_encode(self._kept.confirm(rest[0], rest[1]))]
+        if word == self._get_meta and len(rest) == 2 and all(type(rank) is int for rank in rest):
+            payload = self._metadata.get((rest[0], rest[1]))
+            if payload is None:
+                raise MalformedMessageError(f"no rank {rest}")
+            return [payload, _encode(self._clock())]
+        raise MalformedMessageError("unknown word or wrong arguments")
+
+    def _hold(self, lease_id: str) -> HoldAnswer | None:
+        hold = self._kept.hold(lease_id)
+        if hold is None:
+            return None
+        turn = hold.turn
+        return HoldAnswer(
+            hold.epoch, self._engine_id, list(turn.block_ids), turn.valid_tokens, turn.digest
+        )
+
+
+def _is_lease(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= _MAX_LEASE_ID

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ask another engine's side channel one question, and wait a bounded time for the answer."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import zmq
+from vllm.bidir.connector.messages import (
+    HoldAnswer,
+    MalformedMessageError,
+    ask_confirm,
+    ask_hold,
+    read_confirm,
+    read_hold,
+)
+from vllm.bidir.reasons import Reason
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import zmq_ctx
+from vllm.utils.network_utils import make_zmq_path
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What came of a question: `hold` or `stood`, or the reason why there is no answer."""
+
+    hold: HoldAnswer | None = None
+    stood: bool = False
+    reason: Reason | None = None
+    seconds: float = 0.0
+
+
+def hold(host: str, port: int, lease_id: str, timeout_s: float) -> Asked:
+    """HOLD. A turn that is gone is Reason.HOLD_LOST."""
+    begun = time.monotonic()
+    try:
+        answer = read_hold(_ask(host, port, ask_hold(lease_id), timeout_s))
+    except _FAILURES as error:
+        return Asked(reason=_reason(error), seconds=time.monotonic() - begun)
+    reason = Reason.HOLD_LOST if answer is None else None
+    return Asked(hold=answer, reason=reason, seconds=time.monotonic() - begun)
+
+
+def confirm(host: str, port: int, lease_id: str, epoch: int, timeout_s: float) -> Asked:
+    """CONFIRM. A hold that did not stand all the time is Reason.HOLD_LOST."""
+    begun = time.monotonic()
+    try:
+        stood = read_confirm(_ask(host, port, ask_confirm(lease_id, epoch), timeout_s))
+    except _FAILURES as error:
+        return Asked(reason=_reason(error), seconds=time.monotonic() - begun)
+    reason = None if stood else Reason.HOLD_LOST
+    return Asked(stood=stood, reason=reason, seconds=time.monotonic() - begun)
+
+
+_FAILURES = (zmq.ZMQError, MalformedMessageError, ValueError)
+
+
+def _ask(host: str, port: int, message: bytes, timeout_s: float) -> bytes:
+    with zmq_ctx(zmq.REQ, make_zmq_path("tcp", host, port)) as socket:
+        socket.setsockopt(zmq.SNDTIMEO, int(timeout_s * 1000))
+        socket.setsockopt(zmq.RCVTIMEO, int(timeout_s * 1000))
+        socket.send(message)
+        frames: list[bytes] = socket.recv_multipart()
+    return frames[0]
+
+
+def _reason(error: Exception) -> Reason:
+    if isinstance(error, zmq.Again):
+        return Reason.TIMEOUT
+    return Reason.PEER_GONE

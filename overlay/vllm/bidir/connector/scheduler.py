@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's side of verified read-back: D keeps and proves turns, P decides what to read.
+
+On D, `request_finished` makes proof and lease of a turn. On P, `get_num_new_matched_tokens`
+answers from the proof, `update_state_after_alloc` takes the one attempt that a request has, and
+`build_connector_meta` orders it from the workers.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+from vllm.bidir.connector import support
+from vllm.bidir.connector.decision import Match, gain, match
+from vllm.bidir.connector.fingerprint import fingerprint
+from vllm.bidir.connector.kept import KeptTurn, KeptTurns, new_lease_id
+from vllm.bidir.connector.messages import MalformedMessageError, SideChannel
+from vllm.bidir.connector.proof import make_proof
+from vllm.bidir.connector.read_back import ReadBack
+from vllm.bidir.connector.stats import BidirStats
+from vllm.bidir.reasons import Reason
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+    GET_META_MSG,
+    NixlHandshakePayload,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
+    NixlPullConnectorScheduler,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import zmq_ctx
+from vllm.logger import init_logger
+from vllm.utils.network_utils import make_zmq_path
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorHandshakeMetadata,
+        KVConnectorMetadata,
+    )
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger(__name__)
+
+_POLL_MS = 500
+
+
+class BidirScheduler(NixlPullConnectorScheduler):
+    """As the base's pull scheduler, but reads back by content instead of by count."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        self.kept = KeptTurns()
+        self.stats = BidirStats()
+        self._rank = vllm_config.parallel_config.data_parallel_index
+        self._fingerprint = ""
+        self._listener_started = False
+        self._matches: dict[str, Match] = {}
+        self._attempted: set[str] = set()
+        self._read_backs: dict[str, ReadBack] = {}
+        self._obstacle = support.engine_obstacle(vllm_config, kv_cache_config, self.use_host_buffer)
+        if self._obstacle is not None:
+            logger.warning(
+                "No read-back on this engine: %s. Prompts are computed; all else works.",
+                self._obstacle,
+            )
+
+    ############################################################
+    # P: what to read back
+    ############################################################
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_decode"):
+            return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if request.request_id in self._attempted:
+            return 0, False
+        gained, _ = gain(self._match(request), num_computed_tokens, self.kv_recompute_threshold)
+        return gained, gained > 0
+
+    def _match(self, request: Request) -> Match:
+        """What the request's source verifiably holds; reckoned once, without side effects."""
+        found = self._matches.get(request.request_id)
+        if found is None:
+            found = self._matches[request.request_id] = self._find_match(request)
+        return found
+
+    def _find_match(self, request: Request) -> Match:
+        params = request.kv_transfer_params
+        assert params is not None  # callers have looked
+        if self._obstacle is not None or support.request_obstacle(request) is not None:
+            asked = params.get("lease_id") is not None
+            return Match(None, 0, Reason.UNSUPPORTED if asked else Reason.NO_PROOF)
+        token_ids = request.prompt_token_ids
+        assert token_ids is not None  # else an obstacle
+        return match(
+            params,
+            self._own_fingerprint(),
+            self.block_size,
+            request.block_hashes,
+            token_ids,
+            support.text_until(request),
+        )
+
+    def _own_fingerprint(self) -> str:
+        # The hash seed is settled after the scheduler has been made, before any request comes.
+        if not self._fingerprint:
+            self._fingerprint = fingerprint(self.vllm_config)
+        return self._fingerprint
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        params = request.kv_transfer_params
+        if params and params.get("do_remote_decode"):
+            if request.request_id not in self._attempted:
+                self._attempt(request, blocks, num_external_tokens)
+            # The base would read by count; this tells it that there is nothing to do.
+            params["_remote_blocks_processed"] = True
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def _attempt(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Take the request's one attempt: order the read, or count why there is none."""
+        self._attempted.add(request.request_id)
+        matched = self._match(request)
+        if num_external_tokens == 0:
+            self._refuse(request, matched)
+            return
+        assert matched.source is not None  # else no tokens had been reported
+        total = matched.tokens
+        local = total - num_external_tokens
+        assert local % self.block_size == 0, "the scheduler reports whole local blocks"
+        first, end = local // self.block_size, -(-total // self.block_size)
+        (block_ids,) = blocks.get_block_ids()
+        self._read_backs[request.request_id] = ReadBack(
+            source=matched.source,
+            digest=matched.source.proof.digest(),
+            first_block=first,
+            local_block_ids=tuple(block_ids[first:end]),
+            prompt=request.num_prompt_tokens,
+            local=local,
+            verified=matched.tokens,
+            total=total,
+        )
+
+    def _refuse(self, request: Request, matched: Match) -> None:
+        reason = matched.reason if matched.tokens == 0 else Reason.BELOW_THRESHOLD
+        if matched.source is None and reason is Reason.NO_PROOF:
+            params = request.kv_transfer_params or {}
+            if not params.get("remote_block_ids"):
+                return  # a first turn: nothing was offered, so nothing is refused
+        reason = reason or Reason.BELOW_THRESHOLD
+        self.stats.record_refusal(str(reason), matched.tokens, request.num_prompt_tokens)
+        logger.info(
+            "read-back req=%s peer=%s prompt=%d verified=%d read=0 outcome=recompute reason=%s",
+            request.request_id,
+            matched.source.engine_id if matched.source else "-",
+            request.num_prompt_tokens,
+            matched.tokens,
+            reason,
+        )
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        meta = super().build_connector_meta(scheduler_output)
+        # Beside the base's own orders; its class travels unchanged.
+        meta.read_backs = self._read_backs
+        self._read_backs = {}
+        return meta
+
+    ############################################################
+    # D: keep and prove finished turns
+    ############################################################
+
+    def request_finished(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._matches.pop(request.request_id, None)
+        self._attempted.discard(request.request_id)
+        self._read_backs.pop(request.request_id, None)
+        keeps, params = super().request_finished(request, block_ids)
+        if params is None:
+            return keeps, params
+        if params["do_remote_prefill"]:
+            # P's answer: a router gives D's state only to a P that verifies it.
+            return keeps, {**params, "readback": 1}
+        return self._finished_on_decode(request, params) if keeps else (keeps, params)
+
+    def _finished_on_decode(
+        self, request: Request, params: dict[str, Any]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        valid = valid_tokens(request)
+        proof = None
+        if self._obstacle is None and support.request_obstacle(request) is None:
+            start = support.text_until(request)
+            hashed = min(valid // self.block_size, len(request.block_hashes)) * self.block_size
+            proof = make_proof(
+                self._own_fingerprint(),
+                self.block_size,
+                request.block_hashes,
+                request.all_token_ids,
+                valid,
+                request.num_prompt_tokens,
+                None if start is None or start < hashed else start - hashed,
+            )
+        if proof is None:
+            # Nobody could ever read these blocks: free them now instead of pinning them.
+            del self._reqs_need_send[request.request_id]
+            self._reqs_not_processed.add(request.request_id)
+            return False, None
+        (kept_ids,) = params["remote_block_ids"]
+        lease_id = new_lease_id(self._rank)
+        covered = -(-proof.valid_tokens // self.block_size)
+        self.kept.keep(
+            KeptTurn(
+                lease_id,
+                request.request_id,
+                tuple(kept_ids[:covered]),
+                proof.valid_tokens,
+                proof.digest(),
+            )
+        )
+        return True, {
+            **params,
+            "remote_num_tokens": proof.valid_tokens,
+            "lease_id": lease_id,
+            "prefix_proof": proof.to_params(),
+        }
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        # The scheduler frees these blocks right after this call, in the same step.
+        for request_id in connector_output.finished_sending or ():
+            self.kept.end(request_id)
+        super().update_connector_output(connector_output)
+
+    ############################################################
+    # The side channel
+    ############################################################
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Serve handshakes, HOLD and CONFIRM from one thread that no message can end."""
+        encoder = msgspec.msgpack.Encoder()
+        encoded: dict[tuple[int, int], bytes] = {}
+        for ranks, payload in metadata.items():
+            if not isinstance(payload, NixlHandshakePayload):
+                raise ValueError(f"expected a NixlHandshakePayload, found {type(payload)}")
+            encoded[ranks] = encoder.encode(payload)
+        if self._listener_started:
+            return
+        self._listener_started = True
+        channel = SideChannel(self.kept, self.engine_id, encoded, GET_META_MSG, time.perf_counter)
+        ready = threading.Event()
+        failure: list[Exception] = []
+        listener = threading.Thread(
+            target=self._listen, args=(channel, ready, failure), daemon=True, name="bidir_listener"
+        )
+        listener.start()
+        self._nixl_handshake_listener_t = listener
+        ready.wait()
+        if failure:
+            raise RuntimeError(
+                f"cannot open NIXL's side channel on {self.side_channel_host}:"
+                f"{self.side_channel_port}: {failure[0]}; set VLLM_NIXL_SIDE_CHANNEL_PORT (or "
+                "_HOST) to an address that is free on this machine"
+            ) from failure[0]
+
+    def _listen(
+        self, channel: SideChannel, ready: threading.Event, failure: list[Exception]
+    ) -> None:
+        path = make_zmq_path("tcp", self.side_channel_host, self.side_channel_port)
+        try:
+            with zmq_ctx(zmq.ROUTER, path) as socket:
+                socket.setsockopt(zmq.RCVTIMEO, _POLL_MS)
+                ready.set()
+                while not self._stop_event.is_set():
+                    self._serve_one(socket, channel)
+        except zmq.ZMQError as error:
+            failure.append(error)
+            ready.set()
+
+    def _serve_one(self, socket: zmq.Socket[bytes], channel: SideChannel) -> None:
+        try:
+            frames = socket.recv_multipart()
+        except zmq.Again:
+            return
+        if len(frames) != 3:
+            logger.warning("side channel: a message of %d frames is ignored", len(frames))
+            return
+        identity, _, message = frames
+        try:
+            answer = channel.answer(message)
+        except MalformedMessageError as error:
+            # An answer that says nothing ends the asker's wait at once.
+            logger.warning("side channel: a message is not understood: %s", error)
+            answer = [b"\xc0"]
+        socket.send_multipart([identity, b"", *answer])
+
+
+def valid_tokens(request: Request) -> int:
+    """Tokens of a finished request whose KV is there.
+
+    Tokens in flight are scheduled but not computed, and the last sampled one has never been fed;
+    a rejected draft never counts (facts F15).
+    """
+    computed = request.num_computed_tokens - request.num_in_flight_tokens
+    return max(0, min(computed, request.num_tokens - 1))

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engines and which requests can take part in verified read-back.
+
+Whatever is not listed as possible computes its prompts, with the reason counted; nothing else of
+the engine changes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.bidir.connector.fingerprint import is_cryptographic
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+
+def engine_obstacle(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, use_host_buffer: bool
+) -> str | None:
+    """Why this engine can neither keep turns for read-back nor read them, or None."""
+    groups = kv_cache_config.transfer_groups
+    if len(kv_cache_config.kv_cache_groups) != 1 or len(groups) != 1:
+        return "the model has several KV cache groups (hybrid, Mamba or sliding window)"
+    spec = groups[0].kv_cache_spec
+    if not isinstance(spec, FullAttentionSpec) or getattr(spec, "sliding_window", None):
+        return f"its KV cache is not full attention ({type(spec).__name__})"
+    if not is_cryptographic(vllm_config):
+        return (
+            f"prefix_caching_hash_algo={vllm_config.cache_config.prefix_caching_hash_algo} "
+            "is not cryptographic; use sha256"
+        )
+    if use_host_buffer:
+        return "KV goes through a host buffer (kv_buffer_device=cpu on an accelerator)"
+    if vllm_config.speculative_config is not None:
+        return "speculative decoding is on"
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return "context parallelism is on"
+    if parallel.pipeline_parallel_size > 1:
+        return "pipeline parallelism is on"
+    return None
+
+
+def request_obstacle(request: Request) -> str | None:
+    """Why this request's content is not identified by its block hashes alone, or None."""
+    if request.lora_request is not None:
+        return "lora"
+    if request.prompt_embeds is not None or request.prompt_token_ids is None:
+        return "prompt_embeds"
+    if request.pooling_params is not None:
+        return "pooling"
+    return None
+
+
+def text_until(request: Request) -> int | None:
+    """Position from which token ids alone no longer identify content (an image begins), or None.
+
+    Only looked at behind the last hashed block; images before it are in the hash chain.
+    """
+    starts = [feature.mm_position.offset for feature in request.mm_features]
+    return min(starts) if starts else None

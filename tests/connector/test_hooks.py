@@ -1,0 +1,51 @@
+"""Each seam of the base reaches our code; each of these fails without its patch."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from vllm.bidir.connector.connector import BidirConnector
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlPullConnector, NixlPushConnector
+
+from tests.connector.sim import Engine
+from tests.connector.test_simulated import finished_turn, numbers
+
+
+def chosen(name: str, **extra: object) -> type:
+    config = KVTransferConfig(
+        kv_connector=name, kv_role="kv_both", kv_connector_extra_config=dict(extra)
+    )
+    return KVConnectorFactory.get_connector_class(config)
+
+
+def test_the_factory_gives_the_verifying_connector() -> None:
+    assert chosen("NixlConnector", bidirectional_kv_xfer=True) is BidirConnector
+    assert chosen("NixlPullConnector", bidirectional_kv_xfer=True) is BidirConnector
+
+
+def test_without_the_option_the_base_is_chosen_as_before() -> None:
+    assert chosen("NixlConnector") is NixlPullConnector
+    assert chosen("NixlConnector", bidirectional_kv_xfer=False) is NixlPullConnector
+    assert chosen("NixlPushConnector", bidirectional_kv_xfer=True) is NixlPushConnector
+
+
+def test_a_prefix_cache_reset_ends_kept_turns(model: Path) -> None:
+    d = Engine(model, "d")
+    finished_turn(d, list(range(100)), [1] * 10)
+    assert len(d.bidir.kept) == 1
+    d.scheduler.reset_prefix_cache()
+    assert len(d.bidir.kept) == 0
+
+
+def test_a_lost_read_back_is_recomputed_under_policy_fail(model: Path) -> None:
+    rng = random.Random(9)
+    p, d = Engine(model, "p", policy="fail"), Engine(model, "d")
+    h, out = numbers(rng, 300), numbers(rng, 40)
+    params, request_id = finished_turn(d, h, out)
+    d.expire(request_id)
+    # `run` demands that the request ends by length, not by error.
+    p.run(h + out + [1], params, source=d)
+    assert len(p.orders) == 1
