@@ -79,6 +79,7 @@ def vllm_config(model: Path, engine_id: str, **options: Any) -> VllmConfig:
             kv_connector_extra_config={
                 "bidirectional_kv_xfer": True,
                 "kv_recompute_threshold": options.get("threshold", 0),
+                **({"kv_peers": options["kv_peers"]} if "kv_peers" in options else {}),
             },
         ),
         device_config=DeviceConfig("cpu"),
@@ -160,8 +161,9 @@ class Engine:
         params: dict[str, Any] | None,
         max_tokens: int = 1,
         salt: str | None = None,
+        **content: Any,
     ) -> Request:
-        """Put a request into the waiting queue."""
+        """Put a request into the waiting queue; `content` goes to Request as it is."""
         request = Request(
             request_id=f"r{next(self._numbers)}",
             prompt_token_ids=list(tokens),
@@ -169,6 +171,7 @@ class Engine:
             pooling_params=None,
             block_hasher=self.hasher,
             cache_salt=salt,
+            **content,
         )
         if params is not None:
             # They cross a process boundary and a router.

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from vllm.bidir.connector.connector import BidirConnector
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlPullConnector, NixlPushConnector
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.input_processor import InputProcessor
 
-from tests.connector.sim import Engine
+from tests.connector.sim import Engine, vllm_config
 from tests.connector.test_simulated import finished_turn, numbers
 
 
@@ -49,3 +53,23 @@ def test_a_lost_read_back_is_recomputed_under_policy_fail(model: Path) -> None:
     # `run` demands that the request ends by length, not by error.
     p.run(h + out + [1], params, source=d)
     assert len(p.orders) == 1
+
+
+def test_params_that_name_another_host_are_refused(model: Path) -> None:
+    """In the frontend, before the engine sees the request; the server makes it a 400."""
+    config = vllm_config(model, "p", kv_peers=["127.0.0.0/8"])
+    processor = InputProcessor.__new__(InputProcessor)
+    processor.vllm_config = config
+    processor.model_config = config.model_config
+    processor.speculative_config = None
+    processor.structured_outputs_config = config.structured_outputs_config
+    processor.renderer = SimpleNamespace(tokenizer=None)
+
+    def ask(host: object) -> None:
+        params = SamplingParams(extra_args={"kv_transfer_params": {"remote_host": host}})
+        processor._validate_params(params, ("generate",))
+
+    ask("127.0.0.1")
+    ask(None)
+    with pytest.raises(ValueError, match="not one of this engine's kv_peers"):
+        ask("10.1.2.3")

@@ -91,7 +91,9 @@ def up(args: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit status."""
     args = parser().parse_args(arguments)
-    signal.signal(signal.SIGTERM, _interrupt)
+    # SIGINT too: a process that a shell has started in the background ignores it by default.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     try:
         if args.command == "model":
             print(make_model(args.folder))

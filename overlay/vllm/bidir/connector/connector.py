@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.bidir.connector.peers import OPTION, check_peers
 from vllm.bidir.connector.scheduler import BidirScheduler
 from vllm.bidir.connector.stats import BidirPromMetrics, BidirStats
+from vllm.bidir.connector.support import refuse_wrong_answers
 from vllm.bidir.connector.worker import BidirWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -33,6 +35,9 @@ class BidirConnector(NixlPullConnector):
     ) -> None:
         # Not the pull connector's own: it would make the base's scheduler and worker first.
         NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
+        refuse_wrong_answers(vllm_config)
+        assert vllm_config.kv_transfer_config is not None  # else no connector
+        check_peers(vllm_config.kv_transfer_config.get_from_extra_config(OPTION, None))
         if role == KVConnectorRole.SCHEDULER:
             self.connector_scheduler = BidirScheduler(vllm_config, self.engine_id, kv_cache_config)
         else:

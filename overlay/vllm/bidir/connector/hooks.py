@@ -5,8 +5,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.bidir.connector.peers import OPTION, check_host
+
 if TYPE_CHECKING:
-    from vllm.config import KVTransferConfig
+    from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
 
@@ -36,3 +39,12 @@ def recomputes_failed_load(request: Request) -> bool:
     """
     params = request.kv_transfer_params
     return bool(params and params.get("do_remote_decode"))
+
+
+def check_kv_peers(vllm_config: VllmConfig, params: SamplingParams) -> None:
+    """Refuse, with ValueError, params that name a host outside the option `kv_peers`."""
+    transfer = (params.extra_args or {}).get("kv_transfer_params")
+    config = vllm_config.kv_transfer_config
+    if not isinstance(transfer, dict) or config is None:
+        return
+    check_host(config.get_from_extra_config(OPTION, None), transfer.get("remote_host"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm.bidir.connector.fingerprint import is_cryptographic
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 if TYPE_CHECKING:
@@ -43,6 +44,16 @@ def engine_obstacle(
     if parallel.pipeline_parallel_size > 1:
         return "pipeline parallelism is on"
     return None
+
+
+def refuse_wrong_answers(vllm_config: VllmConfig) -> None:
+    """ValueError for a pair that would answer wrong, whatever is read (facts F21)."""
+    if vllm_config.model_config.use_mla and current_platform.is_cpu():
+        raise ValueError(
+            "NixlConnector with an MLA model on the CPU answers wrong: the CPU's MLA attention "
+            "cannot continue from KV that was loaded. Run this model without a KV connector "
+            "here, or on a GPU."
+        )
 
 
 def request_obstacle(request: Request) -> str | None:

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which hosts kv_transfer_params may name: the engine option `kv_peers`.
+
+Params come with a request. Without a list, whoever may send a request may have this engine connect
+to any host and port; with one, other hosts are refused before the engine sees the request.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from functools import lru_cache
+
+OPTION = "kv_peers"
+
+_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+@dataclass(frozen=True)
+class PeerList:
+    """Host names, which must match as they are written, and networks for literal addresses."""
+
+    names: frozenset[str]
+    networks: tuple[_Network, ...]
+
+    def allows(self, host: object) -> bool:
+        if not isinstance(host, str):
+            return False
+        if host.lower() in self.names:
+            return True
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError:
+            return False
+        return any(address in network for network in self.networks)
+
+
+@lru_cache(maxsize=8)
+def parse_peers(entries: tuple[str, ...]) -> PeerList:
+    """`entries` are host names, addresses or CIDRs; ValueError for what is none of them."""
+    names: set[str] = set()
+    networks: list[_Network] = []
+    for entry in entries:
+        if not isinstance(entry, str) or not entry.strip():
+            raise ValueError(f"{OPTION}: {entry!r} is no host name, address or CIDR")
+        try:
+            networks.append(ipaddress.ip_network(entry))
+        except ValueError:
+            if "/" in entry or " " in entry:
+                raise ValueError(
+                    f"{OPTION}: {entry!r} is no network; write it like 10.0.0.0/24"
+                ) from None
+            names.add(entry.lower())
+    return PeerList(frozenset(names), tuple(networks))
+
+
+def check_peers(entries: object) -> PeerList | None:
+    """The option's value, parsed; None when it is not set, ValueError when it cannot be used."""
+    if entries is None:
+        return None
+    if not isinstance(entries, (list, tuple)):
+        raise ValueError(f"{OPTION} must be a list of hosts, not {entries!r}")
+    return parse_peers(tuple(entries))
+
+
+def check_host(entries: object, host: object) -> None:
+    """ValueError, which the server answers with 400, if `host` is not one of the peers."""
+    peers = check_peers(entries)
+    if peers is not None and host is not None and not peers.allows(host):
+        # The host is the sender's own text; the list is not the sender's business.
+        raise ValueError(
+            f"kv_transfer_params name the host {str(host)[:100]!r}, which is not one of this "
+            f"engine's {OPTION}"
+        )

@@ -1,0 +1,43 @@
+"""`kv_peers` names hosts by name, address or network; everything else is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.bidir.connector.peers import check_host, check_peers
+
+PEERS = ["decode-0.example", "10.0.0.0/24", "192.0.2.7", "fd00::/8"]
+
+
+@pytest.mark.parametrize(
+    "host", ["decode-0.example", "DECODE-0.example", "10.0.0.9", "192.0.2.7", "fd00::1"]
+)
+def test_a_peer_passes(host: str) -> None:
+    check_host(PEERS, host)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["10.0.1.9", "192.0.2.8", "decode-1.example", "decode-0.example.evil", "", "::1", 7, ["x"]],
+)
+def test_any_other_host_is_refused(host: Any) -> None:
+    with pytest.raises(ValueError, match="not one of this engine's kv_peers") as caught:
+        check_host(PEERS, host)
+    assert "10.0.0.0" not in str(caught.value), "the list is not the sender's business"
+
+
+def test_without_the_option_or_a_host_nothing_is_refused() -> None:
+    check_host(None, "anywhere")
+    check_host(PEERS, None)
+
+
+def test_an_empty_list_admits_nobody() -> None:
+    with pytest.raises(ValueError, match="not one of"):
+        check_host([], "10.0.0.1")
+
+
+@pytest.mark.parametrize("entries", ["10.0.0.1", 7, [""], [7], ["10.0.0.0/99"], ["a b"]])
+def test_an_option_that_cannot_be_used_is_named(entries: Any) -> None:
+    with pytest.raises(ValueError, match="kv_peers"):
+        check_peers(entries)
