@@ -130,4 +130,5 @@ def test_named_test_fails_without_the_patch(patch: Patch, tmp_path: Path) -> Non
     )
     output = done.stdout + done.stderr
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, output
-    assert re.search(r"^E +AssertionError", output, re.MULTILINE), output
+    failed = r"^E +(AssertionError|assert |Failed: DID NOT RAISE)"
+    assert re.search(failed, output, re.MULTILINE), output

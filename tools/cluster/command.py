@@ -60,7 +60,7 @@ def kv_transfer_config(spec: EngineSpec, engine_id: str) -> dict[str, Any]:
     bidirectional = options.bidirectional if role.bidirectional is None else role.bidirectional
     config: dict[str, Any] = {
         "kv_connector": options.kv_connector,
-        "kv_role": "kv_both",
+        "kv_role": "kv_producer" if spec.role == "prefill" else "kv_consumer",
         "engine_id": engine_id,
         "kv_connector_extra_config": {
             "backends": ["UCX"],

@@ -54,7 +54,7 @@ def test_connector_is_bidirectional_with_the_given_id() -> None:
     )
     assert transfer_config(serve_command(spec(options), "id-1")) == {
         "kv_connector": "NixlConnector",
-        "kv_role": "kv_both",
+        "kv_role": "kv_consumer",
         "engine_id": "id-1",
         "kv_buffer_device": "cpu",
         "kv_connector_extra_config": {
