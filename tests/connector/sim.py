@@ -114,7 +114,7 @@ class Engine:
         assert isinstance(connector.connector_scheduler, BidirScheduler)
         self.connector = connector
         self.bidir = connector.connector_scheduler
-        self.side_channel = SideChannel(self.bidir.kept, engine_id, {}, b"get_meta", lambda: 0.0)
+        self.side_channel = SideChannel(self.bidir.kept, engine_id, 1, {}, b"get_meta", lambda: 0.0)
         self.memory: dict[tuple[int, int], int] = {}
         self.loaded: dict[str, int] = {}
         self.orders: list[ReadBack] = []

@@ -36,6 +36,11 @@ def test_without_the_option_the_base_is_chosen_as_before() -> None:
     assert chosen("NixlPushConnector", bidirectional_kv_xfer=True) is NixlPushConnector
 
 
+def test_multi_connector_finds_our_metrics_by_class_name() -> None:
+    chosen("NixlConnector", bidirectional_kv_xfer=True)
+    assert KVConnectorFactory.get_connector_class_by_name("BidirConnector") is BidirConnector
+
+
 def test_a_prefix_cache_reset_ends_kept_turns(model: Path) -> None:
     d = Engine(model, "d")
     finished_turn(d, list(range(100)), [1] * 10)
@@ -65,11 +70,14 @@ def test_params_that_name_another_host_are_refused(model: Path) -> None:
     processor.structured_outputs_config = config.structured_outputs_config
     processor.renderer = SimpleNamespace(tokenizer=None)
 
-    def ask(host: object) -> None:
-        params = SamplingParams(extra_args={"kv_transfer_params": {"remote_host": host}})
+    def ask(transfer: object) -> None:
+        params = SamplingParams(extra_args={"kv_transfer_params": transfer})
         processor._validate_params(params, ("generate",))
 
-    ask("127.0.0.1")
-    ask(None)
+    ask({"remote_host": "127.0.0.1"})
+    ask({"remote_host": None})
     with pytest.raises(ValueError, match="not one of this engine's kv_peers"):
-        ask("10.1.2.3")
+        ask({"remote_host": "10.1.2.3"})
+    # What is no object at all would end the engine core.
+    with pytest.raises(ValueError, match="must be an object"):
+        ask("x")

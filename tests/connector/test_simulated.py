@@ -236,6 +236,26 @@ def test_tampered_params_cost_a_recompute_at_most(
     p.run(prompt, None)
 
 
+def test_both_words_at_once_read_nothing_past_verification(p: Engine, d: Engine) -> None:
+    """The base would read what the params name, beside what D's HOLD answered."""
+    rng = random.Random(10)
+    h, out = numbers(rng, 300), numbers(rng, 20)
+    params, _ = finished_turn(d, h, out)
+    both = {**params, "do_remote_prefill": True, "remote_block_ids": [[1, 2, 3]]}
+    p.add(h + out + [5], both)
+    metadata = p.scheduler.schedule().kv_connector_metadata
+    assert len(metadata.read_backs) == 1
+    assert metadata.reqs_to_recv == {}
+
+
+def test_a_turn_that_d_served_alone_is_announced_to_its_workers(d: Engine) -> None:
+    """Else no worker would ever end it, and its blocks would be pinned for good."""
+    finished_turn(d, list(range(100)), [1] * 10)
+    metadata = d.scheduler.schedule().kv_connector_metadata
+    assert set(metadata.reqs_to_send) <= metadata.reqs_in_batch
+    assert len(metadata.reqs_to_send) == 1
+
+
 def test_the_threshold_applies_to_what_is_gained(model: Path, d: Engine) -> None:
     rng = random.Random(8)
     h, out = numbers(rng, 160), numbers(rng, 17)

@@ -67,6 +67,16 @@ def test_lora_and_embeddings_are_refused_per_request() -> None:
     assert support.request_obstacle(found) == "prompt_embeds"
 
 
+def test_prompt_logprobs_need_every_token_computed() -> None:
+    asked = Request(
+        request_id="r",
+        prompt_token_ids=[1, 2],
+        sampling_params=SamplingParams(max_tokens=1, prompt_logprobs=1),
+        pooling_params=None,
+    )
+    assert support.request_obstacle(asked) == "whole_prompt"
+
+
 def test_a_lora_turn_keeps_nothing_and_reads_nothing(model: Path) -> None:
     """Two adapters of one name may differ in their files, which no hash sees."""
     rng = random.Random(1)
@@ -91,7 +101,7 @@ def test_images_bound_what_ids_identify() -> None:
 
 
 def test_mla_on_the_cpu_is_refused_at_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even the ordinary handover answers wrong there (facts F21)."""
+    """Even the ordinary handover answers wrong there."""
     config = vllm_config(model, "p")
     monkeypatch.setattr(type(config.model_config), "use_mla", property(lambda self: True))
     with pytest.raises(ValueError, match="MLA model on the CPU answers wrong"):

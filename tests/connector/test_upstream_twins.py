@@ -101,7 +101,7 @@ def test_a_turn_shorter_than_the_prompt_is_read_and_the_rest_computed(
 
 
 def test_an_attempt_is_spent_also_when_it_was_lost(p: Engine, d: Engine, params: Any) -> None:
-    """A second scheduling of the request asks for nothing, and it finishes (facts F4)."""
+    """A second scheduling of the request asks for nothing, and it finishes."""
 
     def gone(engine: Engine, order: Any) -> None:
         engine.bidir.kept.end_all()

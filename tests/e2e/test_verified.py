@@ -39,7 +39,7 @@ CASES: dict[str, tuple[Row, int, int]] = {
     "swapped": (lambda h, out, new: h[350:] + h[:350] + out, 0, 0),
 }
 # Conversations per kind of request and cluster; make test-full asks for more.
-CONVERSATIONS = int(os.environ.get("BIDIR_MUTATED", "6"))
+CONVERSATIONS = int(os.environ.get("BIDIR_MUTATED", "7"))
 MAX_TOKENS = 16
 TIE = 1e-4
 # 1 excused place in so many compared tokens.
@@ -226,7 +226,7 @@ def run_mutated(kind: str, pair: Cluster, route: Route, salted: bool) -> None:
             changed = second(first)
             answer = ask(router, api, changed, conversation_id=f"c{number}")
             compare(api, decode, changed, answer, salted, seen)
-            # Nothing wrong was filed: plain requests on both are still right (facts F24).
+            # Nothing wrong was filed: plain requests on both are still right.
             if salted:
                 for engine in (prefill, decode):
                     compare(api, engine, changed, ask(engine, api, changed), salted, seen)
@@ -269,7 +269,7 @@ def test_the_histories_that_the_base_release_answers_wrong(
 
 
 def test_another_salt_reads_nothing(pair: Cluster, route: Route) -> None:
-    """KV saved under one salt is never loaded into a request with another (facts F22)."""
+    """KV saved under one salt is never loaded into a request with another."""
     rng = random.Random(22)
     h = rng.choices(GENERATED_IDS, k=400)
     prefill = pair.prefill[0]

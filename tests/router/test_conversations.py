@@ -18,7 +18,7 @@ def test_an_entry_ends_with_its_time() -> None:
     kept = Conversations(10, 5.0, clock)
     kept.put(b"a", {"x": 1}, "node")
     clock.now = 4.9
-    assert kept.get(b"a") == KeptTurn({"x": 1}, "node", 5.0)
+    assert kept.get(b"a") == KeptTurn(b'{"x":1}', "node", 5.0)
     clock.now = 5.0
     assert kept.get(b"a") is Reason.EXPIRED
     assert kept.get(b"a") is Reason.FIRST_TURN

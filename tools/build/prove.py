@@ -194,9 +194,10 @@ def _base(ours: WheelReader, base: WheelReader, manifest: Manifest) -> Iterator[
             yield f"{path} is claimed as added but the base has it"
         elif hashlib.sha256(base.read(source) or b"").hexdigest() != claim.before:
             yield f"{path}: the base's file is not the one that the manifest gives"
+    mine = f"{_dist_info(manifest)}/"
     for path in ours.members:
-        in_base = path in base.members or path.startswith(f"{_dist_info(manifest)}/")
-        if not in_base and path not in claims:
+        source = f"{theirs}{path.removeprefix(mine)}" if path.startswith(mine) else path
+        if source not in base.members and path not in claims:
             yield f"{path} is neither the base's nor claimed as added"
 
 

@@ -68,6 +68,7 @@ def honest(files: Files, name: str, data: bytes) -> None:
         (lambda f: honest(f, "vllm/lib.so", b"x"), ["vllm/lib.so differs from the base"]),
         (lambda f: honest(f, "vllm/server.py", b"x = 1\n"), ["not the content that the manifest"]),
         (lambda f: honest(f, "vllm/extra.py", b""), ["neither the base's nor claimed"]),
+        (lambda f: honest(f, f"{INFO}/extra.json", b""), ["neither the base's nor claimed"]),
         (lambda f: f.__setitem__("vllm/extra.py", b""), ["in the wheel but not in RECORD"]),
         (lambda f: f.pop("vllm/lib.so"), ["not in the wheel", "lib.so of the base is missing"]),
         (lambda f: f.pop(f"{INFO}/RECORD"), ["no RECORD"]),

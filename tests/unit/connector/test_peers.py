@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from vllm.bidir.connector.peers import check_host, check_peers
+from vllm.bidir.connector.peers import check_host, check_peers, check_shape
 
 PEERS = ["decode-0.example", "10.0.0.0/24", "192.0.2.7", "fd00::/8"]
 
@@ -41,3 +41,27 @@ def test_an_empty_list_admits_nobody() -> None:
 def test_an_option_that_cannot_be_used_is_named(entries: Any) -> None:
     with pytest.raises(ValueError, match="kv_peers"):
         check_peers(entries)
+
+
+@pytest.mark.parametrize(
+    "transfer",
+    [
+        "x",
+        ["x"],
+        {"remote_engine_id": []},
+        {"remote_host": 7},
+        {"lease_id": {}},
+        {"remote_port": "5600"},
+        {"tp_size": True},
+        {"remote_num_tokens": 1.5},
+    ],
+)
+def test_params_of_the_wrong_shape_are_refused(transfer: Any) -> None:
+    """The engine core reads them without a net."""
+    with pytest.raises(ValueError, match="kv_transfer_params"):
+        check_shape(transfer)
+
+
+def test_params_as_engines_and_routers_send_them_pass() -> None:
+    check_shape({"do_remote_decode": True, "remote_engine_id": None, "remote_port": None})
+    check_shape({"remote_engine_id": "d", "remote_host": "h", "remote_port": 1, "tp_size": 1})

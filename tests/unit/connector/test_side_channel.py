@@ -25,7 +25,7 @@ TURN = KeptTurn("d0-1", "r1", (4, 5, 6), 40, b"digest")
 
 
 def channel(kept: KeptTurns) -> SideChannel:
-    return SideChannel(kept, "engine", {(0, 0): b"payload"}, META, lambda: 12.5)
+    return SideChannel(kept, "engine", 1, {(0, 0): b"payload"}, META, lambda: 12.5)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.bidir.connector.peers import OPTION, check_host
+from vllm.bidir.connector.peers import OPTION, check_host, check_shape
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -20,15 +20,21 @@ def select_connector(connector_cls: Any, kv_transfer_config: KVTransferConfig) -
     if not kv_transfer_config.get_from_extra_config("bidirectional_kv_xfer", False):
         return connector_cls
     from vllm.bidir.connector.connector import BidirConnector
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
+    # MultiConnector finds its children's metrics by the name of their class.
+    name = BidirConnector.__name__
+    if name not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(name, BidirConnector.__module__, name)
     return BidirConnector
 
 
 def end_kept_turns(connector: Any) -> None:
     """Before the prefix cache is reset or weights change; a no-op for other connectors."""
-    end = getattr(connector, "end_kept_turns", None)
-    if end is not None:
-        end()
+    for one in (connector, *getattr(connector, "_connectors", ())):
+        end = getattr(one, "end_kept_turns", None)
+        if end is not None:
+            end()
 
 
 def recomputes_failed_load(request: Request) -> bool:
@@ -42,9 +48,13 @@ def recomputes_failed_load(request: Request) -> bool:
 
 
 def check_kv_peers(vllm_config: VllmConfig, params: SamplingParams) -> None:
-    """Refuse, with ValueError, params that name a host outside the option `kv_peers`."""
+    """Refuse params that are malformed, or name a host outside the option `kv_peers`.
+
+    ValueError becomes a 400. Behind this point the engine core reads them without a net.
+    """
     transfer = (params.extra_args or {}).get("kv_transfer_params")
     config = vllm_config.kv_transfer_config
-    if not isinstance(transfer, dict) or config is None:
+    if transfer is None or config is None:
         return
+    check_shape(transfer)
     check_host(config.get_from_extra_config(OPTION, None), transfer.get("remote_host"))

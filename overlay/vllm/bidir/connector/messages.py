@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """HOLD and CONFIRM on NIXL's side channel: msgpack in, msgpack out, nothing trusted.
 
-    HOLD     [HOLD, lease_id]             -> [epoch, engine_id, block_ids, valid_tokens, digest]
+    HOLD     [HOLD, lease_id]             -> [epoch, engine_id, process, tp_size, block_ids,
+                                              valid_tokens, digest]
     CONFIRM  [CONFIRM, lease_id, epoch]   -> true or false
     gone, or not understood               -> nil
 
@@ -10,6 +11,7 @@ The base's own message is [GET_META, pp_rank, tp_rank] and is answered as the ba
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,10 +27,13 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class HoldAnswer(msgspec.Struct, array_like=True, frozen=True):
-    """D's answer to HOLD. `block_ids` are D's own, by position in the turn."""
+    """D's answer to HOLD. `block_ids` are D's own, by position in the turn; `process` is random
+    and names the engine's process, which may be another one under the same engine id."""
 
     epoch: int
     engine_id: str
+    process: bytes
+    tp_size: int
     block_ids: list[int]
     valid_tokens: int
     digest: bytes
@@ -54,7 +59,7 @@ def read_hold(answer: bytes) -> HoldAnswer | None:
     """D's answer to HOLD, None for gone; MalformedMessageError for anything else."""
     try:
         return _HOLD_ANSWER.decode(answer)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
         raise MalformedMessageError(str(error)) from error
 
 
@@ -62,7 +67,7 @@ def read_confirm(answer: bytes) -> bool:
     """Whether the hold stood; gone counts as no."""
     try:
         return bool(_CONFIRM_ANSWER.decode(answer))
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
         raise MalformedMessageError(str(error)) from error
 
 
@@ -73,6 +78,7 @@ class SideChannel:
         self,
         kept: KeptTurns,
         engine_id: str,
+        tp_size: int,
         metadata: Mapping[tuple[int, int], bytes],
         get_meta: bytes,
         clock: Callable[[], float],
@@ -81,6 +87,8 @@ class SideChannel:
         base's word for asking for one; `clock` is the one that stamps block expiry."""
         self._kept = kept
         self._engine_id = engine_id
+        self._tp_size = tp_size
+        self._process = secrets.token_bytes(16)
         self._metadata = metadata
         self._get_meta = get_meta
         self._clock = clock
@@ -113,7 +121,13 @@ class SideChannel:
             return None
         turn = hold.turn
         return HoldAnswer(
-            hold.epoch, self._engine_id, list(turn.block_ids), turn.valid_tokens, turn.digest
+            hold.epoch,
+            self._engine_id,
+            self._process,
+            self._tp_size,
+            list(turn.block_ids),
+            turn.valid_tokens,
+            turn.digest,
         )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which hosts kv_transfer_params may name: the engine option `kv_peers`.
+"""What kv_transfer_params may look like, and which hosts they may name: option `kv_peers`.
 
 Params come with a request. Without a list, whoever may send a request may have this engine connect
 to any host and port; with one, other hosts are refused before the engine sees the request.
@@ -72,3 +72,16 @@ def check_host(entries: object, host: object) -> None:
             f"kv_transfer_params name the host {str(host)[:100]!r}, which is not one of this "
             f"engine's {OPTION}"
         )
+
+
+def check_shape(transfer: object) -> None:
+    """ValueError unless kv_transfer_params are a dict whose known fields have their types."""
+    if not isinstance(transfer, dict):
+        raise ValueError(f"kv_transfer_params must be an object, not {type(transfer).__name__}")
+    for key in ("remote_engine_id", "remote_request_id", "remote_host", "lease_id"):
+        if not isinstance(transfer.get(key), (str, type(None))):
+            raise ValueError(f"kv_transfer_params.{key} must be a string")
+    for key in ("remote_port", "tp_size", "dcp_size", "pp_size", "remote_num_tokens"):
+        value = transfer.get(key)
+        if isinstance(value, bool) or not isinstance(value, (int, type(None))):
+            raise ValueError(f"kv_transfer_params.{key} must be an integer")

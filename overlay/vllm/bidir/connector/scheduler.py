@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _POLL_MS = 500
+_MAX_FRAME = 1 << 16
 
 
 class BidirScheduler(NixlPullConnectorScheduler):
@@ -125,8 +126,10 @@ class BidirScheduler(NixlPullConnectorScheduler):
         if params and params.get("do_remote_decode"):
             if request.request_id not in self._attempted:
                 self._attempt(request, blocks, num_external_tokens)
-            # The base would read by count; this tells it that there is nothing to do.
+            # The base would read by count; this tells it that there is nothing to do. Both words
+            # at once would have it read what the params name, past all verification.
             params["_remote_blocks_processed"] = True
+            params["do_remote_prefill"] = False
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def _attempt(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -134,7 +137,8 @@ class BidirScheduler(NixlPullConnectorScheduler):
         self._attempted.add(request.request_id)
         matched = self._match(request)
         if num_external_tokens == 0:
-            self._refuse(request, matched)
+            local = sum(block.block_hash is not None for block in blocks.blocks[0])
+            self._refuse(request, matched, local * self.block_size)
             return
         assert matched.source is not None  # else no tokens had been reported
         total = matched.tokens
@@ -153,20 +157,24 @@ class BidirScheduler(NixlPullConnectorScheduler):
             total=total,
         )
 
-    def _refuse(self, request: Request, matched: Match) -> None:
+    def _refuse(self, request: Request, matched: Match, local: int) -> None:
         reason = matched.reason if matched.tokens == 0 else Reason.BELOW_THRESHOLD
         if matched.source is None and reason is Reason.NO_PROOF:
             params = request.kv_transfer_params or {}
             if not params.get("remote_block_ids"):
                 return  # a first turn: nothing was offered, so nothing is refused
         reason = reason or Reason.BELOW_THRESHOLD
-        self.stats.record_refusal(str(reason), matched.tokens, request.num_prompt_tokens)
+        computed = request.num_prompt_tokens - local
+        self.stats.record_refusal(str(reason), matched.tokens, computed)
         logger.info(
-            "read-back req=%s peer=%s prompt=%d verified=%d read=0 outcome=recompute reason=%s",
+            "read-back req=%s peer=%s prompt=%d local=%d verified=%d read=0 computed=%d "
+            "outcome=recompute reason=%s",
             request.request_id,
             matched.source.engine_id if matched.source else "-",
             request.num_prompt_tokens,
+            local,
             matched.tokens,
+            computed,
             reason,
         )
 
@@ -200,7 +208,10 @@ class BidirScheduler(NixlPullConnectorScheduler):
     ) -> tuple[bool, dict[str, Any] | None]:
         valid = valid_tokens(request)
         proof = None
-        if self._obstacle is None and support.request_obstacle(request) is None:
+        (kept_ids,) = params["remote_block_ids"]
+        # Block 0 is the null block: a hole that no position can be read from.
+        readable = self._obstacle is None and 0 not in kept_ids
+        if readable and support.request_obstacle(request) is None:
             start = support.text_until(request)
             hashed = min(valid // self.block_size, len(request.block_hashes)) * self.block_size
             proof = make_proof(
@@ -217,7 +228,9 @@ class BidirScheduler(NixlPullConnectorScheduler):
             del self._reqs_need_send[request.request_id]
             self._reqs_not_processed.add(request.request_id)
             return False, None
-        (kept_ids,) = params["remote_block_ids"]
+        # The workers end only what they have seen in a batch; a turn that D served alone has not
+        # been handed over, and is announced here.
+        self._reqs_in_batch.add(request.request_id)
         lease_id = new_lease_id(self._rank)
         covered = -(-proof.valid_tokens // self.block_size)
         self.kept.keep(
@@ -259,7 +272,14 @@ class BidirScheduler(NixlPullConnectorScheduler):
         if self._listener_started:
             return
         self._listener_started = True
-        channel = SideChannel(self.kept, self.engine_id, encoded, GET_META_MSG, time.perf_counter)
+        channel = SideChannel(
+            self.kept,
+            self.engine_id,
+            self.vllm_config.parallel_config.tensor_parallel_size,
+            encoded,
+            GET_META_MSG,
+            time.perf_counter,
+        )
         ready = threading.Event()
         failure: list[Exception] = []
         listener = threading.Thread(
@@ -282,11 +302,15 @@ class BidirScheduler(NixlPullConnectorScheduler):
         try:
             with zmq_ctx(zmq.ROUTER, path) as socket:
                 socket.setsockopt(zmq.RCVTIMEO, _POLL_MS)
+                socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME)
                 ready.set()
                 while not self._stop_event.is_set():
                     self._serve_one(socket, channel)
-        except zmq.ZMQError as error:
+        except Exception as error:
+            # Before `ready` it is the starter's to raise; afterwards it must not pass unseen.
             failure.append(error)
+            if ready.is_set():
+                logger.exception("side channel: the listener has ended; no peer can reach us")
             ready.set()
 
     def _serve_one(self, socket: zmq.Socket[bytes], channel: SideChannel) -> None:
@@ -304,6 +328,10 @@ class BidirScheduler(NixlPullConnectorScheduler):
             # An answer that says nothing ends the asker's wait at once.
             logger.warning("side channel: a message is not understood: %s", error)
             answer = [b"\xc0"]
+        except Exception:
+            # Whatever one message does, the next asker must be answered.
+            logger.exception("side channel: a message could not be answered")
+            answer = [b"\xc0"]
         socket.send_multipart([identity, b"", *answer])
 
 
@@ -311,7 +339,7 @@ def valid_tokens(request: Request) -> int:
     """Tokens of a finished request whose KV is there.
 
     Tokens in flight are scheduled but not computed, and the last sampled one has never been fed;
-    a rejected draft never counts (facts F15).
+    a rejected draft never counts.
     """
     computed = request.num_computed_tokens - request.num_in_flight_tokens
     return max(0, min(computed, request.num_tokens - 1))

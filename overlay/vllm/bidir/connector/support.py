@@ -11,12 +11,21 @@ from typing import TYPE_CHECKING
 
 from vllm.bidir.connector.fingerprint import is_cryptographic
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+
+# Not their subclasses, which add windows and holes.
+_PLAIN = (FullAttentionSpec, MLAAttentionSpec)
+_SEVERAL = UniformTypeKVCacheSpecs
 
 
 def engine_obstacle(
@@ -26,9 +35,9 @@ def engine_obstacle(
     groups = kv_cache_config.transfer_groups
     if len(kv_cache_config.kv_cache_groups) != 1 or len(groups) != 1:
         return "the model has several KV cache groups (hybrid, Mamba or sliding window)"
-    spec = groups[0].kv_cache_spec
-    if not isinstance(spec, FullAttentionSpec) or getattr(spec, "sliding_window", None):
-        return f"its KV cache is not full attention ({type(spec).__name__})"
+    obstacle = layer_obstacle(kv_cache_config)
+    if obstacle is not None:
+        return obstacle
     if not is_cryptographic(vllm_config):
         return (
             f"prefix_caching_hash_algo={vllm_config.cache_config.prefix_caching_hash_algo} "
@@ -46,8 +55,26 @@ def engine_obstacle(
     return None
 
 
+def layer_obstacle(kv_cache_config: KVCacheConfig) -> str | None:
+    """A layer whose KV at one position is more than a function of the tokens up to it, or None.
+
+    The scheduler's configuration shows one layer of each group; the workers' shows all.
+    """
+    for group in kv_cache_config.transfer_groups:
+        spec = group.kv_cache_spec
+        layers = spec.kv_cache_specs.values() if isinstance(spec, _SEVERAL) else (spec,)
+        for layer in layers:
+            if type(layer) not in _PLAIN or getattr(layer, "non_causal", False):
+                return f"its KV cache is not plain causal attention ({type(layer).__name__})"
+            if getattr(layer, "sliding_window", None) or getattr(
+                layer, "attention_chunk_size", None
+            ):
+                return "it attends to a window"
+    return None
+
+
 def refuse_wrong_answers(vllm_config: VllmConfig) -> None:
-    """ValueError for a pair that would answer wrong, whatever is read (facts F21)."""
+    """ValueError for a pair that would answer wrong, whatever is read."""
     if vllm_config.model_config.use_mla and current_platform.is_cpu():
         raise ValueError(
             "NixlConnector with an MLA model on the CPU answers wrong: the CPU's MLA attention "
@@ -64,6 +91,9 @@ def request_obstacle(request: Request) -> str | None:
         return "prompt_embeds"
     if request.pooling_params is not None:
         return "pooling"
+    if request.skip_reading_prefix_cache:
+        # prompt_logprobs, for one, need each prompt token to be computed.
+        return "whole_prompt"
     return None
 
 

@@ -12,14 +12,17 @@ answers that have arrived.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 from vllm.bidir.connector import peer
+from vllm.bidir.connector.messages import HoldAnswer
 from vllm.bidir.connector.read_back import ReadBack
 from vllm.bidir.connector.stats import BidirStats
+from vllm.bidir.connector.support import layer_obstacle
 from vllm.bidir.reasons import Reason
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     NixlConnectorMetadata,
@@ -39,6 +42,9 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 DEFAULT_TIMEOUT_S = 2.0
+# A peer that did not answer is not asked again for so long: its silence must not take the
+# threads that the answers of others wait for.
+SILENCE_S = 5.0
 _THREADS = 8
 
 
@@ -50,6 +56,7 @@ class _Read:
     epoch: int = 0
     hold_s: float = 0.0
     posted: float = 0.0
+    megabytes: float = 0.0
     transfer_s: float = 0.0
     confirm_s: float = 0.0
     lost: Reason | None = None
@@ -73,10 +80,18 @@ class BidirWorker(NixlPullConnectorWorker):
             )
         )
         self._askers = ThreadPoolExecutor(_THREADS, thread_name_prefix="bidir_ask")
+        self._confirmers = ThreadPoolExecutor(_THREADS, thread_name_prefix="bidir_confirm")
+        self._silent_until: dict[tuple[str, int], float] = {}
+        # Where, and with which process, NIXL's handshake with an engine was made. HOLD must be
+        # answered by that very process, or what it answers is not about the memory that is read.
+        self._addresses: dict[str, tuple[str, int]] = {}
+        self._processes: dict[str, bytes] = {}
+        self._obstacle = layer_obstacle(kv_cache_config)
 
     def shutdown(self) -> None:
         if hasattr(self, "_askers"):
             self._askers.shutdown(wait=False, cancel_futures=True)
+            self._confirmers.shutdown(wait=False, cancel_futures=True)
         super().shutdown()
 
     ############################################################
@@ -86,6 +101,8 @@ class BidirWorker(NixlPullConnectorWorker):
     def start_load_kv(self, metadata: NixlConnectorMetadata) -> None:
         orders: dict[str, ReadBack] = getattr(metadata, "read_backs", {})
         for request_id, order in orders.items():
+            # One request is read for by one rule only.
+            metadata.reqs_to_recv.pop(request_id, None)
             self._order(request_id, order)
         for request_id, asked in _drain(self._holds):
             self._held(request_id, asked)
@@ -113,19 +130,52 @@ class BidirWorker(NixlPullConnectorWorker):
         )
         self._reads[request_id] = _Read(order)
 
-        def ask() -> None:
-            asked = peer.hold(source.host, source.port, source.lease_id, self._timeout_s)
-            self._holds.put((request_id, asked))
+        if self._obstacle is not None:
+            self._lose(request_id, Reason.UNSUPPORTED)
+        elif self._silent_until.get((source.host, source.port), 0.0) > time.monotonic():
+            self._lose(request_id, Reason.PEER_GONE)
+        else:
+            timeout = self._timeout_s
+            self._askers.submit(
+                self._ask,
+                self._holds,
+                request_id,
+                lambda: peer.hold(source.host, source.port, source.lease_id, timeout),
+            )
 
-        self._askers.submit(ask)
+    @staticmethod
+    def _ask(
+        answers: SimpleQueue[tuple[str, peer.Asked]],
+        request_id: str,
+        question: Callable[[], peer.Asked],
+    ) -> None:
+        """Runs in a thread. An answer is queued whatever happens: the request waits for it."""
+        try:
+            asked = question()
+        except Exception:
+            logger.exception("read-back req=%s: the peer could not be asked", request_id)
+            asked = peer.Asked(reason=Reason.PEER_GONE)
+        answers.put((request_id, asked))
 
     def _held(self, request_id: str, asked: peer.Asked) -> None:
         read = self._reads[request_id]
         read.hold_s = asked.seconds
         order, answer = read.order, asked.hold
+        address = (order.source.host, order.source.port)
         if answer is None:
-            self._lose(request_id, asked.reason or Reason.HOLD_LOST)
+            reason = asked.reason or Reason.HOLD_LOST
+            if reason in (Reason.TIMEOUT, Reason.PEER_GONE):
+                self._silent_until[address] = time.monotonic() + SILENCE_S
+            else:
+                # The words that operators of this flow know from the base.
+                logger.warning(
+                    "Declining expired remote read for %s from engine %s.",
+                    request_id,
+                    order.source.engine_id,
+                )
+            self._lose(request_id, reason)
             return
+        self._silent_until.pop(address, None)
         blocks = answer.block_ids[order.remote_positions]
         if (
             answer.digest != order.digest
@@ -136,14 +186,45 @@ class BidirWorker(NixlPullConnectorWorker):
             # Another turn's lease, or params that were put together from several.
             self._lose(request_id, Reason.HOLD_LOST)
             return
+        if answer.tp_size != self.world_size:
+            # Params may lie about the size, and several reads for one request are not ours yet.
+            self._lose(request_id, Reason.UNSUPPORTED)
+            return
+        if not self._same_process(answer, address):
+            self._lose(request_id, Reason.PEER_GONE)
+            return
         read.epoch = answer.epoch
         meta = self._recving_metadata[request_id]
         assert meta.remote is not None  # as ordered
         meta.remote.block_ids = (blocks,)
+        meta.tp_size = answer.tp_size
         if answer.engine_id in self._remote_agents:
             self._read_blocks_for_req(request_id, meta)
         else:
             self._background_nixl_handshake(request_id, answer.engine_id, meta)
+
+    def _same_process(self, answer: HoldAnswer, address: tuple[str, int]) -> bool:
+        """Whether HOLD was answered by the process whose memory NIXL would read.
+
+        A restarted engine keeps its id and address: its old agent is dropped, unless something is
+        still being read with it, and a new handshake follows.
+        """
+        engine = answer.engine_id
+        if engine in self._remote_agents:
+            if self._addresses.get(engine) != address:
+                return False
+            if self._processes.get(engine, answer.process) != answer.process:
+                if any(self._recving_transfers.values()):
+                    return False
+                self._cleanup_remote_engine(engine)
+        self._addresses[engine] = address
+        self._processes[engine] = answer.process
+        return True
+
+    def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
+        self._addresses.pop(engine_id, None)
+        self._processes.pop(engine_id, None)
+        super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
 
     ############################################################
     # READ
@@ -197,6 +278,8 @@ class BidirWorker(NixlPullConnectorWorker):
             self._lose(request_id, Reason.UNSUPPORTED)
             return
         read.posted = time.monotonic()
+        physical = sum(map(len, read_spec.local_block_ids))
+        read.megabytes = physical * sum(self.block_len_per_layer) / 1e6
         handle = None
         try:
             # No notification: a finished read ends nothing on D, where siblings may read too.
@@ -239,13 +322,13 @@ class BidirWorker(NixlPullConnectorWorker):
 
     def _transferred(self, request_id: str, read: _Read) -> None:
         read.transfer_s = time.monotonic() - read.posted
-        source, epoch = read.order.source, read.epoch
-
-        def ask() -> None:
-            asked = peer.confirm(source.host, source.port, source.lease_id, epoch, self._timeout_s)
-            self._confirms.put((request_id, asked))
-
-        self._askers.submit(ask)
+        source, epoch, timeout = read.order.source, read.epoch, self._timeout_s
+        self._confirmers.submit(
+            self._ask,
+            self._confirms,
+            request_id,
+            lambda: peer.confirm(source.host, source.port, source.lease_id, epoch, timeout),
+        )
 
     def get_finished(self) -> tuple[set[str], set[str]]:
         sent, received = super().get_finished()
@@ -283,7 +366,7 @@ class BidirWorker(NixlPullConnectorWorker):
             stats.record_read(order.verified, taken, computed)
         logger.info(
             "read-back req=%s peer=%s prompt=%d local=%d verified=%d read=%d computed=%d "
-            "blocks=%d hold_ms=%.1f transfer_ms=%.1f confirm_ms=%.1f outcome=%s",
+            "blocks=%d mb=%.1f hold_ms=%.1f transfer_ms=%.1f confirm_ms=%.1f outcome=%s",
             request_id,
             order.source.engine_id,
             order.prompt,
@@ -292,6 +375,7 @@ class BidirWorker(NixlPullConnectorWorker):
             taken,
             computed,
             len(order.local_block_ids),
+            0.0 if read.lost else read.megabytes,
             read.hold_s * 1000,
             read.transfer_s * 1000,
             read.confirm_s * 1000,

@@ -85,6 +85,9 @@ def parse_request(path: str, body: bytes, session: str | None) -> TurnRequest:
         # They name hosts and memory, and are the router's alone to attach.
         raise ClientError(400, f"`{PARAMS}` cannot be set by a client.", PARAMS)
     fields.pop(PARAMS, None)
+    extra = _value(fields, "vllm_xargs")
+    if isinstance(extra, dict) and PARAMS in extra:
+        raise ClientError(400, f"`{PARAMS}` cannot be set by a client.", "vllm_xargs")
     conversation = _conversation(fields, session)
     return TurnRequest(path, fields, bool(stream), conversation, bypass_reason(fields))
 
@@ -122,4 +125,7 @@ def _conversation(fields: Fields, session: str | None) -> str | None:
 
 def _value(fields: Fields, key: str) -> Any:
     raw = fields.get(key)
-    return None if raw is None else msgspec.json.decode(raw)
+    try:
+        return None if raw is None else msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ClientError(400, f"`{key}` is not valid JSON: {error}", key) from error

@@ -170,11 +170,20 @@ class Turns:
         for node in self._decode.candidates(turn.kept.node if turn.kept else None):
             try:
                 upstream = await self._legs.decode(node, turn.request, params, turn.headers)
-                streamed = upstream.status == 200 and upstream.content_type == _EVENT_STREAM
-                first = await (upstream.content.readany() if streamed else upstream.read())
             except Unreachable as error:
                 self._failed(turn, "decode", node, type(error).__name__)
                 continue
+            streamed = upstream.status == 200 and upstream.content_type == _EVENT_STREAM
+            try:
+                first = await (upstream.content.readany() if streamed else upstream.read())
+            except Unreachable as error:
+                upstream.close()
+                self._failed(turn, "decode", node, type(error).__name__)
+                continue
+            except BaseException:
+                # The client has gone: closing is what ends the request on D.
+                upstream.close()
+                raise
             async with upstream:
                 if streamed:
                     return await self._stream(http, turn, node, upstream, first)
