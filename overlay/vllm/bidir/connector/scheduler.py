@@ -8,17 +8,16 @@ answers from the proof, `update_state_after_alloc` takes the one attempt that a 
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import zmq
 from vllm.bidir.connector import support
 from vllm.bidir.connector.decision import Match, gain, match
 from vllm.bidir.connector.fingerprint import fingerprint
 from vllm.bidir.connector.kept import KeptTurn, KeptTurns, new_lease_id
-from vllm.bidir.connector.messages import MalformedMessageError, SideChannel
+from vllm.bidir.connector.listener import start_listener
+from vllm.bidir.connector.messages import SideChannel
 from vllm.bidir.connector.proof import make_proof
 from vllm.bidir.connector.read_back import ReadBack
 from vllm.bidir.connector.stats import BidirStats
@@ -30,9 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
     NixlPullConnectorScheduler,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import zmq_ctx
 from vllm.logger import init_logger
-from vllm.utils.network_utils import make_zmq_path
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -48,9 +45,6 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-_POLL_MS = 500
-_MAX_FRAME = 1 << 16
-
 
 class BidirScheduler(NixlPullConnectorScheduler):
     """As the base's pull scheduler, but reads back by content instead of by count."""
@@ -63,7 +57,7 @@ class BidirScheduler(NixlPullConnectorScheduler):
         self.stats = BidirStats()
         self._rank = vllm_config.parallel_config.data_parallel_index
         self._fingerprint = ""
-        self._listener_started = False
+        self._listening = False
         self._matches: dict[str, Match] = {}
         self._attempted: set[str] = set()
         self._read_backs: dict[str, ReadBack] = {}
@@ -269,9 +263,9 @@ class BidirScheduler(NixlPullConnectorScheduler):
             if not isinstance(payload, NixlHandshakePayload):
                 raise ValueError(f"expected a NixlHandshakePayload, found {type(payload)}")
             encoded[ranks] = encoder.encode(payload)
-        if self._listener_started:
+        if self._listening:
             return
-        self._listener_started = True
+        self._listening = True
         channel = SideChannel(
             self.kept,
             self.engine_id,
@@ -280,59 +274,9 @@ class BidirScheduler(NixlPullConnectorScheduler):
             GET_META_MSG,
             time.perf_counter,
         )
-        ready = threading.Event()
-        failure: list[Exception] = []
-        listener = threading.Thread(
-            target=self._listen, args=(channel, ready, failure), daemon=True, name="bidir_listener"
+        self._nixl_handshake_listener_t = start_listener(
+            channel, self.side_channel_host, self.side_channel_port, self._stop_event
         )
-        listener.start()
-        self._nixl_handshake_listener_t = listener
-        ready.wait()
-        if failure:
-            raise RuntimeError(
-                f"cannot open NIXL's side channel on {self.side_channel_host}:"
-                f"{self.side_channel_port}: {failure[0]}; set VLLM_NIXL_SIDE_CHANNEL_PORT (or "
-                "_HOST) to an address that is free on this machine"
-            ) from failure[0]
-
-    def _listen(
-        self, channel: SideChannel, ready: threading.Event, failure: list[Exception]
-    ) -> None:
-        path = make_zmq_path("tcp", self.side_channel_host, self.side_channel_port)
-        try:
-            with zmq_ctx(zmq.ROUTER, path) as socket:
-                socket.setsockopt(zmq.RCVTIMEO, _POLL_MS)
-                socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME)
-                ready.set()
-                while not self._stop_event.is_set():
-                    self._serve_one(socket, channel)
-        except Exception as error:
-            # Before `ready` it is the starter's to raise; afterwards it must not pass unseen.
-            failure.append(error)
-            if ready.is_set():
-                logger.exception("side channel: the listener has ended; no peer can reach us")
-            ready.set()
-
-    def _serve_one(self, socket: zmq.Socket[bytes], channel: SideChannel) -> None:
-        try:
-            frames = socket.recv_multipart()
-        except zmq.Again:
-            return
-        if len(frames) != 3:
-            logger.warning("side channel: a message of %d frames is ignored", len(frames))
-            return
-        identity, _, message = frames
-        try:
-            answer = channel.answer(message)
-        except MalformedMessageError as error:
-            # An answer that says nothing ends the asker's wait at once.
-            logger.warning("side channel: a message is not understood: %s", error)
-            answer = [b"\xc0"]
-        except Exception:
-            # Whatever one message does, the next asker must be answered.
-            logger.exception("side channel: a message could not be answered")
-            answer = [b"\xc0"]
-        socket.send_multipart([identity, b"", *answer])
 
 
 def valid_tokens(request: Request) -> int:
