@@ -141,7 +141,8 @@ def test_plain_request_has_no_params(pair: Cluster, api: Api) -> None:
     assert all(api.params(event) is None for event in _events(lines))
     # Responses sends the field as null in every event that holds the response, as the base does.
     assert api is APIS["responses"] or not any(FIELD in line for line in lines)
-    assert _kept_share(decode) == kept_before
+    # What earlier tests have kept may end meanwhile, so that the share can only fall.
+    assert _kept_share(decode) <= kept_before
 
 
 @pytest.fixture
