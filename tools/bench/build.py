@@ -44,7 +44,7 @@ def timed(command: Sequence[str], env: dict[str, str]) -> Run:
         list(command),
         env,
         file_actions=[(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)],
-    )
+    )  # stderr stays: a command that fails says why
     _, status, usage = os.wait4(pid, 0)
     if code := os.waitstatus_to_exitcode(status):
         raise RuntimeError(f"{' '.join(command)} ended with {code}")
@@ -54,7 +54,9 @@ def timed(command: Sequence[str], env: dict[str, str]) -> Run:
 
 def measure(base: Path, options: Options, scratch: Path) -> dict[str, Run]:
     """Build and repack once each."""
-    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(ROOT)}
+    # make exports variables that are not set as empty ones, which `wheel` takes for values.
+    set_ones = {name: value for name, value in os.environ.items() if value}
+    env = {**set_ones, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(ROOT)}
     out = scratch / "dist"
     build = timed(
         [
