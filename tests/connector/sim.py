@@ -116,7 +116,6 @@ class Engine:
         self.bidir = connector.connector_scheduler
         self.side_channel = SideChannel(self.bidir.kept, engine_id, 1, {}, b"get_meta", lambda: 0.0)
         self.memory: dict[tuple[int, int], int] = {}
-        self.loaded: dict[str, int] = {}
         self.orders: list[ReadBack] = []
         self._numbers = itertools.count()
         self._expired: set[str] = set()

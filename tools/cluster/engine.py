@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import uuid
 from pathlib import Path
@@ -11,9 +10,7 @@ from tools.cluster.command import EngineSpec, serve_command, serve_environment
 from tools.cluster.errors import ClusterError
 from tools.cluster.options import Role
 from tools.cluster.process import ManagedProcess
-from tools.cluster.readiness import Report, to_stderr, wait_until_ready
-
-_HEALTH_TIMEOUT_S = 5.0
+from tools.cluster.readiness import Report, answers_health, to_stderr, wait_until_ready
 
 
 class Engine:
@@ -91,14 +88,7 @@ class Engine:
     def is_ready(self) -> bool:
         """Whether it serves; raises ProcessFailedError when the process has ended."""
         self.process.check_alive()
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=_HEALTH_TIMEOUT_S)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == http.client.OK
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
+        return answers_health(self.host, self.port)
 
     def ask_to_stop(self) -> None:
         """Send SIGTERM and return at once; several engines then end at the same time."""

@@ -11,12 +11,12 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 
-def members(group: int) -> list[int]:
-    """Process ids in the group that still run; zombies, which nothing can end, do not count."""
-    found: list[int] = []
+def running() -> Iterator[tuple[int, int, int]]:
+    """(pid, parent, group) of each process; zombies, which nothing can end, do not count."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -25,10 +25,14 @@ def members(group: int) -> list[int]:
         except (FileNotFoundError, ProcessLookupError):
             continue
         # The name in parentheses may itself hold spaces and parentheses.
-        state, _parent, its_group = stat.rpartition(")")[2].split()[:3]
-        if int(its_group) == group and state not in "ZX":
-            found.append(int(entry.name))
-    return found
+        state, parent, group = stat.rpartition(")")[2].split()[:3]
+        if state not in "ZX":
+            yield int(entry.name), int(parent), int(group)
+
+
+def members(group: int) -> list[int]:
+    """Process ids in the group that still run."""
+    return [pid for pid, _, its_group in running() if its_group == group]
 
 
 def send(group: int, number: int) -> None:

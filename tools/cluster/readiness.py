@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ Report = Callable[[str], None]
 
 _POLL_S = 0.25
 _REPORT_EVERY_S = 5.0
+_HEALTH_TIMEOUT_S = 5.0
 
 
 class Startable(Protocol):
@@ -28,6 +30,18 @@ class Startable(Protocol):
 def to_stderr(line: str) -> None:
     """The default report: one line on standard error."""
     print(line, file=sys.stderr, flush=True)
+
+
+def answers_health(host: str, port: int) -> bool:
+    """Whether a server answers GET /health with 200."""
+    connection = http.client.HTTPConnection(host, port, timeout=_HEALTH_TIMEOUT_S)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == http.client.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 def wait_until_ready(

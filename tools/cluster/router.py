@@ -6,7 +6,6 @@ with router(prefill=c.prefill, decode=c.decode, log_folder=c.log_folder) as r:
 
 from __future__ import annotations
 
-import http.client
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,13 +16,12 @@ from tools.cluster.engine import Engine
 from tools.cluster.errors import ClusterError
 from tools.cluster.ports import PortReservations
 from tools.cluster.process import ManagedProcess
-from tools.cluster.readiness import Report, to_stderr, wait_until_ready
+from tools.cluster.readiness import Report, answers_health, to_stderr, wait_until_ready
 
 START_TIMEOUT_S = 60.0
 # Above the 10 s that the router itself gives the turns under way when it is asked to stop.
 GRACE_S = 15.0
 _HOST = "127.0.0.1"
-_HEALTH_TIMEOUT_S = 5.0
 
 
 class RouterProcess:
@@ -52,14 +50,7 @@ class RouterProcess:
     def is_ready(self) -> bool:
         """Whether it serves; raises ProcessFailedError when the process has ended."""
         self.process.check_alive()
-        connection = http.client.HTTPConnection(_HOST, self.port, timeout=_HEALTH_TIMEOUT_S)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == http.client.OK
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
+        return answers_health(_HOST, self.port)
 
 
 @contextmanager

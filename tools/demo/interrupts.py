@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 from types import FrameType, TracebackType
 
 from tools.cluster import guard
@@ -67,15 +66,4 @@ def end_children() -> None:
 
 
 def _children() -> list[int]:
-    found: list[int] = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            stat = (entry / "stat").read_text(encoding="utf-8", errors="replace")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        state, parent, *_ = stat.rpartition(")")[2].split()
-        if int(parent) == os.getpid() and state not in "ZX":
-            found.append(int(entry.name))
-    return found
+    return [pid for pid, parent, _ in guard.running() if parent == os.getpid()]

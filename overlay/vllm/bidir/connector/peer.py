@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import zmq
 from vllm.bidir.connector.messages import (
@@ -32,30 +33,39 @@ class Asked:
 
 def hold(host: str, port: int, lease_id: str, timeout_s: float) -> Asked:
     """HOLD. A turn that is gone is Reason.HOLD_LOST."""
-    begun = time.monotonic()
-    try:
-        answer = read_hold(_ask(host, port, ask_hold(lease_id), timeout_s))
-    except _FAILURES as error:
-        return Asked(reason=_reason(error), seconds=time.monotonic() - begun)
-    reason = Reason.HOLD_LOST if answer is None else None
-    return Asked(hold=answer, reason=reason, seconds=time.monotonic() - begun)
+
+    def understand(frame: bytes) -> Asked:
+        answer = read_hold(frame)
+        return Asked(hold=answer, reason=Reason.HOLD_LOST if answer is None else None)
+
+    return _ask(host, port, ask_hold(lease_id), timeout_s, understand)
 
 
 def confirm(host: str, port: int, lease_id: str, epoch: int, timeout_s: float) -> Asked:
     """CONFIRM. A hold that did not stand all the time is Reason.HOLD_LOST."""
-    begun = time.monotonic()
-    try:
-        stood = read_confirm(_ask(host, port, ask_confirm(lease_id, epoch), timeout_s))
-    except _FAILURES as error:
-        return Asked(reason=_reason(error), seconds=time.monotonic() - begun)
-    reason = None if stood else Reason.HOLD_LOST
-    return Asked(stood=stood, reason=reason, seconds=time.monotonic() - begun)
+
+    def understand(frame: bytes) -> Asked:
+        stood = read_confirm(frame)
+        return Asked(stood=stood, reason=None if stood else Reason.HOLD_LOST)
+
+    return _ask(host, port, ask_confirm(lease_id, epoch), timeout_s, understand)
 
 
 _FAILURES = (zmq.ZMQError, MalformedMessageError, ValueError)
 
 
-def _ask(host: str, port: int, message: bytes, timeout_s: float) -> bytes:
+def _ask(
+    host: str, port: int, message: bytes, timeout_s: float, understand: Callable[[bytes], Asked]
+) -> Asked:
+    begun = time.monotonic()
+    try:
+        asked = understand(_exchange(host, port, message, timeout_s))
+    except _FAILURES as error:
+        asked = Asked(reason=_reason(error))
+    return replace(asked, seconds=time.monotonic() - begun)
+
+
+def _exchange(host: str, port: int, message: bytes, timeout_s: float) -> bytes:
     with zmq_ctx(zmq.REQ, make_zmq_path("tcp", host, port)) as socket:
         socket.setsockopt(zmq.SNDTIMEO, int(timeout_s * 1000))
         socket.setsockopt(zmq.RCVTIMEO, int(timeout_s * 1000))

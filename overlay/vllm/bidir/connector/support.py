@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 # Not their subclasses, which add windows and holes.
 _PLAIN = (FullAttentionSpec, MLAAttentionSpec)
-_SEVERAL = UniformTypeKVCacheSpecs
 
 
 def engine_obstacle(
@@ -62,7 +61,8 @@ def layer_obstacle(kv_cache_config: KVCacheConfig) -> str | None:
     """
     for group in kv_cache_config.transfer_groups:
         spec = group.kv_cache_spec
-        layers = spec.kv_cache_specs.values() if isinstance(spec, _SEVERAL) else (spec,)
+        several = isinstance(spec, UniformTypeKVCacheSpecs)
+        layers = spec.kv_cache_specs.values() if several else (spec,)
         for layer in layers:
             if type(layer) not in _PLAIN or getattr(layer, "non_causal", False):
                 return f"its KV cache is not plain causal attention ({type(layer).__name__})"
