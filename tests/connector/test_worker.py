@@ -7,6 +7,7 @@ answered by the test.
 from __future__ import annotations
 
 import queue
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +76,7 @@ class Bare(BidirWorker):
         self._obstacle = None
         self._remote_agents: dict[str, Any] = {"d": {}}
         self._addresses["d"] = (SOURCE.host, SOURCE.port)
+        self._handshake_lock, self._handshake_futures = threading.Lock(), {}
         self._is_hma_required = False
         self._physical_blocks_per_logical_kv_block = 1
         self.world_size, self.tp_rank = 1, 0
@@ -207,6 +209,28 @@ def test_an_engine_at_another_address_is_not_the_one_that_was_met(bare: Bare) ->
     hold(bare)
     assert bare.nixl_wrapper.posted == []
     assert bare._reads["r"].lost is Reason.PEER_GONE
+
+
+@pytest.mark.parametrize("other", ["address", "process"])
+def test_a_handshake_under_way_with_another_process_is_not_waited_for(
+    bare: Bare, other: str
+) -> None:
+    """Two engines of one id at the same moment: the wait would end in the first one's memory."""
+    bare._remote_agents.clear()
+    bare._handshake_futures["d"] = object()
+    bare._addresses["d"] = ("10.0.0.2", 5600) if other == "address" else (SOURCE.host, SOURCE.port)
+    bare._processes["d"] = b"another" if other == "process" else b"one"
+    hold(bare)
+    assert bare.handshakes == []
+    assert bare._reads["r"].lost is Reason.PEER_GONE
+
+
+def test_a_handshake_that_failed_leaves_no_claim(bare: Bare) -> None:
+    """An engine that came up elsewhere after a failed handshake is met there."""
+    bare._remote_agents.clear()
+    bare._addresses["d"] = ("10.0.0.2", 5600)
+    hold(bare)
+    assert bare.handshakes == ["d"]
 
 
 def test_a_restarted_engine_is_met_anew(bare: Bare) -> None:

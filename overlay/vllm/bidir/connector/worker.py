@@ -206,17 +206,20 @@ class BidirWorker(NixlPullConnectorWorker):
     def _same_process(self, answer: HoldAnswer, address: tuple[str, int]) -> bool:
         """Whether HOLD was answered by the process whose memory NIXL would read.
 
-        A restarted engine keeps its id and address: its old agent is dropped, unless something is
+        A handshake that is under way counts as made: whoever waits for it reads where it leads. A
+        restarted engine keeps its id and address: its old agent is dropped, unless something is
         still being read with it, and a new handshake follows.
         """
         engine = answer.engine_id
-        if engine in self._remote_agents:
-            if self._addresses.get(engine) != address:
+        with self._handshake_lock:
+            pending = engine in self._handshake_futures
+            met = engine in self._remote_agents
+        if (pending or met) and self._addresses.get(engine) != address:
+            return False
+        if (pending or met) and self._processes.get(engine, answer.process) != answer.process:
+            if pending or any(self._recving_transfers.values()):
                 return False
-            if self._processes.get(engine, answer.process) != answer.process:
-                if any(self._recving_transfers.values()):
-                    return False
-                self._cleanup_remote_engine(engine)
+            self._cleanup_remote_engine(engine)
         self._addresses[engine] = address
         self._processes[engine] = answer.process
         return True
