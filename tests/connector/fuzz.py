@@ -14,12 +14,37 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
+from tests.connector.histories import Engines, run
 from tests.connector.sim import Engine
-from tests.connector.test_simulated import histories
 from tools.cluster import make_model
 
 ROUND = 60
+
+
+def draw(seed: int) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """Options of P and of D, and how many requests are served at a time."""
+    rng = random.Random(seed)
+    blocks, chunk, crowd = rng.choice(((400, 0, 1), (400, 0, 3), (60, 48, 3), (100, 48, 4)))
+    both = {"chunk": chunk, "policy": rng.choice(("fail", "recompute"))}
+    p, d = (
+        {
+            **both,
+            "blocks": blocks,
+            "batched_tokens": 64 if chunk else rng.choice((64, 256, 512)),
+            "async_scheduling": rng.random() < 0.5,
+        }
+        for _ in range(2)
+    )
+    p |= {
+        "prefix_caching": rng.random() < 0.5,
+        "threshold": rng.choice((0, 16, 64)),
+        "read_steps": rng.choice((0, 0, 1, 5)),
+    }
+    if not chunk:
+        d["blocks"] = 2000
+    return p, d, crowd
 
 
 def main() -> int:
@@ -31,30 +56,33 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="default 10")
     parser.add_argument("--seed", type=int, help="of the first round; default: a random one")
     args = parser.parse_args()
-    logging.disable(logging.INFO)
+    logging.disable(logging.WARNING)
     seed = random.randrange(1 << 30) if args.seed is None else args.seed
-    end, done, read, rounds = time.monotonic() + args.minutes * 60, 0, 0, 0
+    end, reads, rounds = time.monotonic() + args.minutes * 60, 0, 0
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model")
         while time.monotonic() < end:
-            rng = random.Random(seed)
-            options = {
-                "prefix_caching": rng.random() < 0.5,
-                "batched_tokens": rng.choice((64, 256, 512)),
-                "threshold": rng.choice((0, 16, 64)),
-                "policy": rng.choice(("fail", "recompute")),
-            }
-            p, d = Engine(model, "p", **options), Engine(model, "d", blocks=2000)
+            p, d, crowd = draw(seed)
+
+            def make(
+                caching: bool, p: dict[str, Any] = p, d: dict[str, Any] = d
+            ) -> tuple[Engine, Engine]:
+                return Engine(model, "p", **p), Engine(model, "d", prefix_caching=caching, **d)
+
             try:
-                for tokens, _ in histories(p, d, ROUND, seed):
-                    done, read = done + 1, read + tokens
+                reads += run(Engines(make), ROUND, seed, crowd)
             except AssertionError as error:
-                print(f"\nfailed with --seed {seed} {options}: {error}", file=sys.stderr)
+                for note in getattr(error, "__notes__", ()):
+                    print(note, file=sys.stderr)
+                print(f"failed with --seed {seed}, P {p}, D {d}: {error}", file=sys.stderr)
                 return 1
             seed, rounds = seed + 1, rounds + 1
             left = max(0.0, end - time.monotonic())
-            print(f"{done} histories, {read} tokens read, {left:.0f} s left", flush=True)
-    print(f"{done} histories in {rounds} rounds, {read} tokens read, none of them wrong")
+            print(
+                f"{rounds * ROUND} histories, {reads} with a read-back, {left:.0f} s left",
+                flush=True,
+            )
+    print(f"{rounds * ROUND} histories, {reads} with a read-back, none of them wrong")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,10 @@ from vllm.bidir.connector.connector import BidirConnector
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlPullConnector, NixlPushConnector
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor
 
 from tests.connector.sim import Engine, vllm_config
@@ -33,7 +37,7 @@ def test_the_factory_gives_the_verifying_connector() -> None:
 def test_without_the_option_the_base_is_chosen_as_before() -> None:
     assert chosen("NixlConnector") is NixlPullConnector
     assert chosen("NixlConnector", bidirectional_kv_xfer=False) is NixlPullConnector
-    assert chosen("NixlPushConnector", bidirectional_kv_xfer=True) is NixlPushConnector
+    assert chosen("NixlPushConnector") is NixlPushConnector
 
 
 def test_multi_connector_finds_our_metrics_by_class_name() -> None:
@@ -47,6 +51,25 @@ def test_a_prefix_cache_reset_ends_kept_turns(model: Path) -> None:
     assert len(d.bidir.kept) == 1
     d.scheduler.reset_prefix_cache()
     assert len(d.bidir.kept) == 0
+
+
+def test_other_weights_make_and_take_no_old_kv(model: Path) -> None:
+    """Also when only one of the two nodes has been updated."""
+    rng = random.Random(12)
+    p, d = Engine(model, "p"), Engine(model, "d")
+    h, out = numbers(rng, 300), numbers(rng, 40)
+    params, _ = finished_turn(d, h, out)
+    core = SimpleNamespace(scheduler=p.scheduler)
+    EngineCore.set_weight_version(core, "2")
+    p.run(h + out + [1], params, source=d)
+    assert p.orders == []
+    # D is updated too: what it kept from before is gone, what it keeps from now on is read.
+    EngineCore.set_weight_version(SimpleNamespace(scheduler=d.scheduler), "2")
+    assert len(d.bidir.kept) == 0
+    params, _ = finished_turn(d, h, out)
+    p.scheduler.reset_prefix_cache()
+    p.run(h + out + [2], params, source=d)
+    assert len(p.orders) == 1
 
 
 def test_a_lost_read_back_is_recomputed_under_policy_fail(model: Path) -> None:
@@ -76,8 +99,30 @@ def test_params_that_name_another_host_are_refused(model: Path) -> None:
 
     ask({"remote_host": "127.0.0.1"})
     ask({"remote_host": None})
-    with pytest.raises(ValueError, match="not one of this engine's kv_peers"):
+    with pytest.raises(VLLMValidationError, match="not one of this engine's kv_peers"):
         ask({"remote_host": "10.1.2.3"})
     # What is no object at all would end the engine core.
-    with pytest.raises(ValueError, match="must be an object"):
+    with pytest.raises(VLLMValidationError, match="must be an object"):
         ask("x")
+
+
+@pytest.mark.parametrize(("host", "told"), [("127.0.0.1", 1), ("10.1.2.3", 0)])
+async def test_a_rejected_request_does_not_reach_another_host_either(
+    model: Path, host: str, told: int
+) -> None:
+    """The server tells the prefill node of a request that it has rejected: also a request that was
+    rejected because of the host that it names."""
+    sent: list[object] = []
+
+    async def add_request_async(request: object) -> None:
+        sent.append(request)
+
+    frontend = SimpleNamespace(
+        vllm_config=vllm_config(model, "p", kv_peers=["127.0.0.0/8"]),
+        engine_core=SimpleNamespace(add_request_async=add_request_async),
+    )
+    with contextlib.suppress(VLLMValidationError):
+        await AsyncLLM.notify_kv_transfer_request_rejected(
+            frontend, "r", {"do_remote_prefill": True, "remote_host": host}
+        )
+    assert len(sent) == told

@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import queue
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import Future
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.bidir.connector import peer, worker
+from vllm.bidir.connector import peer, questions
 from vllm.bidir.connector.decision import Source
 from vllm.bidir.connector.messages import HoldAnswer
+from vllm.bidir.connector.outcome import WorkerReport
+from vllm.bidir.connector.pace import Pace
 from vllm.bidir.connector.proof import make_proof
 from vllm.bidir.connector.read_back import ReadBack
 from vllm.bidir.connector.stats import BidirStats
 from vllm.bidir.connector.worker import BidirWorker
 from vllm.bidir.reasons import Reason
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
+TIMEOUT_S = 0.5
 PROOF = make_proof("sha256:x", 16, [b"h" * 32] * 4, list(range(64)), 64, 64)
 assert PROOF is not None
 SOURCE = Source("d0-1", "d", "10.0.0.1", 5600, 1, 1, 1, PROOF)
@@ -67,15 +73,14 @@ class Bare(BidirWorker):
     """The worker's own logic, on stand-ins for what the base sets up with real memory."""
 
     def __init__(self) -> None:
-        self._reads, self._recving_metadata, self._recving_transfers = {}, {}, {}
-        self._holds, self._confirms = queue.SimpleQueue(), queue.SimpleQueue()
+        self._recving_metadata, self._recving_transfers = {}, {}
         self._invalid_block_ids, self._failed_recv_reqs = queue.Queue(), queue.Queue()
-        self._timeout_s = 0.2
-        self._askers = self._confirmers = ThreadPoolExecutor(1)
-        self._silent_until, self._addresses, self._processes = {}, {}, {}
+        self._remember_nobody()
+        self._set_up(timeout_s=TIMEOUT_S)
         self._obstacle = None
         self._remote_agents: dict[str, Any] = {"d": {}}
         self._addresses["d"] = (SOURCE.host, SOURCE.port)
+        self._agents["d"] = {0: b"one"}
         self._handshake_lock, self._handshake_futures = threading.Lock(), {}
         self._is_hma_required = False
         self._physical_blocks_per_logical_kv_block = 1
@@ -85,15 +90,18 @@ class Bare(BidirWorker):
         self.engine_id = "p"
         self.dst_num_blocks = {"d": 100, "p": 100}
         self.block_len_per_layer = [1000]
-        info = SimpleNamespace(remote_block_size=16, remote_physical_blocks_per_logical=1)
+        info = self.info = SimpleNamespace(
+            remote_block_size=16, remote_physical_blocks_per_logical=1, remote_tp_size=1
+        )
         self.transfer_topo = SimpleNamespace(
             get_engine_info=lambda engine: info, block_size_ratio=lambda size: 1
         )
-        self.handshakes: list[str] = []
+        self.may_confirm = threading.Event()
+        self.handshakes: list[Future[Any]] = []
         self.cleaned: list[str] = []
 
     def __del__(self) -> None:
-        self._askers.shutdown(wait=False)
+        self._questions.close()
 
     def _logical_to_kernel_block_ids(self, block_ids: Any, ratio: int) -> Any:
         return block_ids
@@ -101,12 +109,25 @@ class Bare(BidirWorker):
     def _compute_desc_ids(self, block_ids: Any, **more: Any) -> Any:
         return [block for group in block_ids for block in group]
 
-    def _background_nixl_handshake(self, request_id: str, engine: str, meta: Any) -> None:
-        self.handshakes.append(engine)
+    def _ensure_handshake(self, engine_id: str, *address: Any) -> Future[Any] | None:
+        if engine_id in self._remote_agents:
+            return None
+        if engine_id in self._handshake_futures:
+            return self._handshake_futures[engine_id]
+        self.handshakes.append(Future())
+        return self.handshakes[-1]
+
+    def meets(self, engine_id: str, address: tuple[str, int], agent: bytes) -> None:
+        """The handshake under way ends: the engine has been met there, as this process."""
+        self._remote_agents[engine_id] = {}
+        self._addresses[engine_id], self._agents[engine_id] = address, {0: agent}
+        self.handshakes[-1].set_result(None)
+        self._advance()
 
     def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
         self.cleaned.append(engine_id)
-        del self._remote_agents[engine_id]
+        for known in (self._remote_agents, self._addresses, self._agents):
+            known.pop(engine_id, None)
 
     def _read_blocks_for_req(self, request_id: str, meta: Any) -> None:
         self._recving_transfers.setdefault(request_id, [])
@@ -116,6 +137,16 @@ class Bare(BidirWorker):
             remote_block_ids=meta.remote.block_ids,
         )
         self._read_blocks(spec, "d", request_id, "x", 1, 2, 1)
+
+    def finish(self) -> tuple[set[str], WorkerReport | None]:
+        """A step's end: requests that the scheduler hears of, and the report beside them."""
+        done = self._pop_done_transfers(self._recving_transfers)
+        while not self._failed_recv_reqs.empty():
+            done.add(self._failed_recv_reqs.get())
+        for name in done:
+            self._note_outcome(name)
+        self._note_ended_writers()
+        return done, self.take_report()
 
     def lost(self) -> tuple[set[int], set[str]]:
         """Blocks and requests that the scheduler would hear of as not loaded."""
@@ -132,7 +163,7 @@ def answer(**change: Any) -> HoldAnswer:
     fields = {
         "epoch": 5,
         "engine_id": "d",
-        "process": b"one",
+        "agents": [b"one"],
         "tp_size": 1,
         "block_ids": [40, 41, 42, 43],
         "valid_tokens": 64,
@@ -144,22 +175,34 @@ def answer(**change: Any) -> HoldAnswer:
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> Bare:
     # Questions are answered by the tests; none leaves the process.
-    monkeypatch.setattr(worker.peer, "hold", lambda *args: peer.Asked(hold=answer()))
-    monkeypatch.setattr(worker.peer, "confirm", lambda *args: peer.Asked(stood=True))
+    monkeypatch.setattr(questions.peer, "hold", lambda *args: peer.Asked(hold=answer()))
     made = Bare()
+
+    def confirm(*args: Any) -> peer.Asked:
+        made.may_confirm.wait(5)
+        return peer.Asked(stood=True)
+
+    monkeypatch.setattr(questions.peer, "confirm", confirm)
     made._order("r", ORDER)
     return made
 
 
-def arrived(waiting: Any) -> peer.Asked:
+def arrived(waiting: Any, request_id: str = "r") -> peer.Asked:
     """Wait for the thread's answer, as the next engine step would find it."""
     name, asked = waiting.get(timeout=5)
-    assert name == "r"
+    assert name == request_id
     return asked
 
 
+def confirm(bare: Bare, asked: peer.Asked | None = None) -> None:
+    """The thread's answer to CONFIRM, or another in its place, is there for the next step."""
+    bare.may_confirm.set()
+    found = arrived(bare._questions.confirms)
+    bare._questions.confirms.put(("r", asked or found))
+
+
 def hold(bare: Bare, asked: peer.Asked | None = None) -> None:
-    found = arrived(bare._holds)
+    found = arrived(bare._questions.holds)
     bare._held("r", asked or found)
 
 
@@ -167,7 +210,7 @@ def test_blocks_are_read_by_position_and_reported_after_confirm(bare: Bare) -> N
     hold(bare)
     assert bare.nixl_wrapper.posted == [("READ", 1, [7, 8, 9], 2, [41, 42, 43])]
     assert bare._pop_done_transfers(bare._recving_transfers) == set(), "not before CONFIRM"
-    bare._confirms.put(("r", arrived(bare._confirms)))
+    confirm(bare)
     assert bare._pop_done_transfers(bare._recving_transfers) == {"r"}
     assert bare.lost() == (set(), set())
 
@@ -175,8 +218,7 @@ def test_blocks_are_read_by_position_and_reported_after_confirm(bare: Bare) -> N
 def test_an_unconfirmed_read_is_lost(bare: Bare) -> None:
     hold(bare)
     bare._pop_done_transfers(bare._recving_transfers)
-    arrived(bare._confirms)
-    bare._confirms.put(("r", peer.Asked(reason=Reason.HOLD_LOST)))
+    confirm(bare, peer.Asked(reason=Reason.HOLD_LOST))
     assert bare._pop_done_transfers(bare._recving_transfers) == set()
     assert bare.lost() == ({7, 8, 9}, {"r"})
     assert bare._reads["r"].lost is Reason.HOLD_LOST
@@ -203,43 +245,158 @@ def test_an_answer_that_does_not_fit_the_order_is_not_read(
     assert bare._reads["r"].lost is reason
 
 
-def test_an_engine_at_another_address_is_not_the_one_that_was_met(bare: Bare) -> None:
+def test_an_engine_that_was_met_elsewhere_is_met_where_it_answers(bare: Bare) -> None:
     """Two engines of one id: HOLD would be about one's memory, and the READ of the other's."""
     bare._addresses["d"] = ("10.0.0.2", 5600)
     hold(bare)
+    assert bare.cleaned == ["d"]
     assert bare.nixl_wrapper.posted == []
-    assert bare._reads["r"].lost is Reason.PEER_GONE
-
-
-@pytest.mark.parametrize("other", ["address", "process"])
-def test_a_handshake_under_way_with_another_process_is_not_waited_for(
-    bare: Bare, other: str
-) -> None:
-    """Two engines of one id at the same moment: the wait would end in the first one's memory."""
-    bare._remote_agents.clear()
-    bare._handshake_futures["d"] = object()
-    bare._addresses["d"] = ("10.0.0.2", 5600) if other == "address" else (SOURCE.host, SOURCE.port)
-    bare._processes["d"] = b"another" if other == "process" else b"one"
-    hold(bare)
-    assert bare.handshakes == []
-    assert bare._reads["r"].lost is Reason.PEER_GONE
-
-
-def test_a_handshake_that_failed_leaves_no_claim(bare: Bare) -> None:
-    """An engine that came up elsewhere after a failed handshake is met there."""
-    bare._remote_agents.clear()
-    bare._addresses["d"] = ("10.0.0.2", 5600)
-    hold(bare)
-    assert bare.handshakes == ["d"]
+    bare.meets("d", (SOURCE.host, SOURCE.port), b"one")
+    assert len(bare.nixl_wrapper.posted) == 1
 
 
 def test_a_restarted_engine_is_met_anew(bare: Bare) -> None:
     """Same id, same address, another process: its old agent would read dead memory."""
-    bare._processes["d"] = b"before"
+    bare._agents["d"] = {0: b"before"}
     hold(bare)
     assert bare.cleaned == ["d"]
-    assert bare.handshakes == ["d"]
     assert bare.nixl_wrapper.posted == []
+    bare.meets("d", (SOURCE.host, SOURCE.port), b"one")
+    assert len(bare.nixl_wrapper.posted) == 1
+
+
+def test_an_engine_that_is_being_read_from_is_not_forgotten(bare: Bare) -> None:
+    """NIXL still writes with its agent; what was held by another process is computed instead."""
+    hold(bare)
+    bare.nixl_wrapper.states = ["PROC"] * 9
+    bare._pop_done_transfers(bare._recving_transfers)
+    bare._order("r2", ORDER)
+    arrived(bare._questions.holds, "r2")
+    bare._held("r2", peer.Asked(hold=answer(agents=[b"two"])))
+    assert bare.cleaned == []
+    assert bare._reads["r2"].lost is Reason.PEER_GONE
+
+
+@pytest.mark.parametrize(
+    ("address", "agent"),
+    [(("10.0.0.2", 5600), b"one"), ((SOURCE.host, SOURCE.port), b"another")],
+    ids=["address", "process"],
+)
+def test_a_handshake_that_ends_with_another_process_reads_nothing(
+    bare: Bare, address: tuple[str, int], agent: bytes
+) -> None:
+    """Two engines of one id at the same moment, or a restart between HOLD and handshake."""
+    bare._cleanup_remote_engine("d")
+    hold(bare)
+    bare.meets("d", address, agent)
+    assert bare.nixl_wrapper.posted == []
+    assert bare._reads["r"].lost is Reason.PEER_GONE
+
+
+def test_a_failed_handshake_is_lost(bare: Bare) -> None:
+    bare._cleanup_remote_engine("d")
+    hold(bare)
+    bare.handshakes[-1].set_exception(RuntimeError("refused"))
+    bare._advance()
+    assert bare._reads["r"].lost is Reason.PEER_GONE
+    assert bare.lost() == ({7, 8, 9}, {"r"})
+
+
+def test_hold_and_handshake_together_are_bounded(bare: Bare) -> None:
+    """A peer may answer HOLD and then be silent; what it says afterwards comes too late."""
+    bare._cleanup_remote_engine("d")
+    hold(bare)
+    time.sleep(TIMEOUT_S)
+    bare._advance()
+    assert bare._reads["r"].lost is Reason.TIMEOUT
+    assert bare.lost() == ({7, 8, 9}, {"r"})
+    bare.meets("d", (SOURCE.host, SOURCE.port), b"one")
+    assert bare.nixl_wrapper.posted == []
+    assert bare.lost() == (set(), set()), "reported once"
+
+
+def test_a_late_answer_to_hold_is_not_read(bare: Bare) -> None:
+    asked = arrived(bare._questions.holds)
+    time.sleep(TIMEOUT_S)
+    bare._advance()
+    assert bare.finish()[0] == {"r"}
+    bare._questions.holds.put(("r", asked))
+    bare._advance()
+    assert bare.nixl_wrapper.posted == []
+
+
+def given_up(bare: Bare) -> None:
+    """The READ of request r takes longer than its bound."""
+    bare._pace = Pace(least_s=0.1)
+    hold(bare)
+    bare.nixl_wrapper.states = ["PROC"] * 3
+    assert bare.finish()[0] == set()
+    time.sleep(0.2)
+    bare._advance()
+
+
+def test_a_read_that_takes_too_long_is_given_up(bare: Bare) -> None:
+    given_up(bare)
+    assert bare._reads["r"].lost is Reason.TIMEOUT
+    done, report = bare.finish()
+    assert done == {"r"}
+    assert report is not None
+    assert report.outcomes["r"].lost is Reason.TIMEOUT
+    assert report.writers == {"r": 1}, "NIXL may still write"
+    assert bare.nixl_wrapper.released == 0
+
+
+def test_a_read_that_was_given_up_is_watched_until_it_has_ended(bare: Bare) -> None:
+    given_up(bare)
+    bare.finish()
+    assert bare.finish()[1] is None, "still under way"
+    done, report = bare.finish()
+    assert done == set(), "the request was reported once"
+    assert report is not None and report.writers == {"r": -1}
+    assert bare.nixl_wrapper.released == 1
+
+
+def test_a_read_that_was_given_up_and_then_failed_has_ended_too(
+    bare: Bare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_up(bare)
+    bare.finish()
+
+    def disconnected(handle: int) -> str:
+        raise RuntimeError("remote disconnected")
+
+    monkeypatch.setattr(bare.nixl_wrapper, "check_xfer_state", disconnected)
+    report = bare.finish()[1]
+    assert report is not None and report.writers == {"r": -1}
+
+
+def test_an_unanswered_confirm_is_lost(bare: Bare, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold(bare)
+    bare._pop_done_transfers(bare._recving_transfers)
+    time.sleep(TIMEOUT_S)
+    bare._advance()
+    assert bare._reads["r"].lost is Reason.TIMEOUT
+    assert bare.finish()[0] == {"r"}
+    confirm(bare)
+    assert bare.finish() == (set(), None), "an answer that comes too late"
+
+
+def test_an_engine_that_was_met_with_another_size_is_met_anew(bare: Bare) -> None:
+    """Params of an earlier handover may have lied about its tensor parallelism."""
+    bare.info.remote_tp_size = 2
+    hold(bare)
+    assert bare.cleaned == ["d"]
+    assert bare.nixl_wrapper.posted == []
+    bare.info.remote_tp_size = 1
+    bare.meets("d", (SOURCE.host, SOURCE.port), b"one")
+    assert len(bare.nixl_wrapper.posted) == 1
+
+
+def test_sizes_in_params_do_not_reach_the_handshake(bare: Bare) -> None:
+    source = replace(SOURCE, tp_size=64, dcp_size=9, pp_size=1024)
+    bare._order("r2", replace(ORDER, source=source))
+    meta = bare._recving_metadata["r2"]
+    assert (meta.tp_size, meta.dcp_size, meta.pp_size) == (1, 1, 1)
 
 
 def test_a_failed_transfer_is_lost_once(bare: Bare) -> None:
@@ -255,12 +412,12 @@ def test_whatever_happens_in_a_thread_an_answer_arrives(
     bare: Bare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the request would wait for its KV for ever."""
-    arrived(bare._holds)
+    arrived(bare._questions.holds)
 
     def explode(*args: Any) -> peer.Asked:
         raise RecursionError("a hostile answer")
 
-    monkeypatch.setattr(worker.peer, "hold", explode)
+    monkeypatch.setattr(questions.peer, "hold", explode)
     bare._order("r", ORDER)
     hold(bare)
     assert bare._reads["r"].lost is Reason.PEER_GONE
@@ -271,7 +428,7 @@ def test_a_silent_peer_is_not_asked_again_at_once(bare: Bare) -> None:
     bare.lost()
     bare._order("r2", ORDER)
     assert bare._reads["r2"].lost is Reason.PEER_GONE
-    assert bare._holds.empty()
+    assert bare._questions.holds.empty()
     assert bare.lost() == ({7, 8, 9}, {"r2"})
 
 
@@ -286,3 +443,28 @@ def test_an_engine_whose_layers_are_not_plain_reads_nothing(bare: Bare) -> None:
     bare._obstacle = "it attends to a window"
     bare._order("r2", ORDER)
     assert bare._reads["r2"].lost is Reason.UNSUPPORTED
+
+
+@pytest.mark.parametrize(
+    ("local", "remote", "fits"),
+    [
+        ([[1, 2]], [[5, 6]], True),
+        ([[1, 2]], [[4, 5, 6]], True),
+        ([[1, 2]], [[5]], False),
+        ([[1, 2]], [[5, 100]], False),
+        ([[1, 2]], [], False),
+    ],
+)
+def test_a_handover_whose_params_do_not_fit_fails_by_itself(
+    bare: Bare, monkeypatch: pytest.MonkeyPatch, local: Any, remote: Any, fits: bool
+) -> None:
+    """Params come with a request; the base asserts what they say, which would end the engine."""
+    read: list[str] = []
+    monkeypatch.setattr(
+        NixlPullConnectorWorker, "_read_blocks", lambda *arguments: read.append(arguments[3])
+    )
+    spec = SimpleNamespace(local_block_ids=local, remote_block_ids=remote)
+    bare._recving_metadata["handover"] = SimpleNamespace(local_block_ids=local)
+    bare._read_blocks(spec, "d", "handover", "x", 1, 2, 1)
+    assert read == (["handover"] if fits else [])
+    assert ("handover" in bare.lost()[1]) is not fits

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import pytest
 
+from tests.e2e.oracle import Compared
 from tools.cluster import Cluster, ClusterOptions, RoleOptions, cluster, make_model
 from tools.cluster.readiness import to_stderr
 from tools.cluster.router import RouterProcess, router
@@ -50,6 +51,15 @@ def report(request: pytest.FixtureRequest) -> Callable[[str], None]:
 
 
 @pytest.fixture(scope="session")
+def compared(report: Callable[[str], None]) -> Iterator[Compared]:
+    """What all tests of this session have compared with a recompute; shown at its end."""
+    seen = Compared()
+    yield seen
+    report(f"oracle: {seen.summary()}")
+    seen.check()
+
+
+@pytest.fixture(scope="session")
 def pair(
     model_folder: Path,
     tmp_path_factory: pytest.TempPathFactory,
@@ -68,6 +78,7 @@ def pair(
         kv_connector_extra_config={
             "decoder_kv_blocks_ttl": 60,
             "kv_recompute_threshold": THRESHOLD,
+            "kv_peers": ["127.0.0.1"],
         },
         args=("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
         # Else the first request for logprobs waits until a compiler has made a kernel for it.

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import os
 import random
-import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.conftest import Route
+from tests.e2e.oracle import CHAT, IDS, TEXT, Compared, ask, compare
 from tests.e2e.turns import MODEL, http, metric, outcomes
-from tools.cluster import Cluster, ClusterOptions, Engine, RoleOptions, cluster
-from tools.cluster.router import RouterProcess
+from tools.cluster import Cluster, ClusterOptions, RoleOptions, cluster
 from tools.cluster.tokenizer import GENERATED_IDS
 
 # Turn 2 out of turn 1: its prompt h (700 tokens), D's answer out (40), new(n) random tokens; and
@@ -40,97 +38,6 @@ CASES: dict[str, tuple[Row, int, int]] = {
 }
 # Conversations per kind of request and cluster; make test-full asks for more.
 CONVERSATIONS = int(os.environ.get("BIDIR_MUTATED", "7"))
-MAX_TOKENS = 16
-TIE = 1e-4
-# 1 excused place in so many compared tokens.
-TOKENS_PER_EXCUSE = 2000
-
-
-@dataclass
-class Compared:
-    """What has been compared in a test, and the near-ties that excused a difference."""
-
-    tokens: int = 0
-    excused: list[str] = field(default_factory=list)
-
-    def check(self) -> None:
-        print("\n".join(self.excused))
-        assert len(self.excused) <= max(1, self.tokens // TOKENS_PER_EXCUSE), self.excused
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One API: how a history becomes a body, and an answer a list of pieces to compare."""
-
-    name: str
-    path: str
-    body: Callable[[Any], dict[str, Any]]
-    pieces: Callable[[dict[str, Any]], list[Any]]
-    logprobs: dict[str, Any]
-    gap: Callable[[dict[str, Any], int], float]
-
-
-def completion_gap(answer: dict[str, Any], at: int) -> float:
-    best = sorted(answer["choices"][0]["logprobs"]["top_logprobs"][at].values())[-2:]
-    return float(best[1] - best[0])
-
-
-def chat_gap(answer: dict[str, Any], at: int) -> float:
-    tops = answer["choices"][0]["logprobs"]["content"][at]["top_logprobs"]
-    return float(tops[0]["logprob"] - tops[1]["logprob"])
-
-
-IDS = Kind(
-    "ids",
-    "/v1/completions",
-    lambda prompt: {"prompt": prompt, "return_token_ids": True},
-    lambda answer: list(answer["choices"][0]["token_ids"]),
-    {"logprobs": 2},
-    completion_gap,
-)
-TEXT = Kind(
-    "text",
-    "/v1/completions",
-    lambda prompt: {"prompt": prompt},
-    lambda answer: list(answer["choices"][0]["text"]),
-    {"logprobs": 2},
-    completion_gap,
-)
-CHAT = Kind(
-    "chat",
-    "/v1/chat/completions",
-    lambda messages: {"messages": messages},
-    lambda answer: list(answer["choices"][0]["message"]["content"]),
-    {"logprobs": True, "top_logprobs": 2},
-    chat_gap,
-)
-
-
-def ask(server: Engine | RouterProcess, kind: Kind, history: Any, **extra: Any) -> dict[str, Any]:
-    body = {"model": MODEL, "temperature": 0, "max_tokens": MAX_TOKENS, **kind.body(history)}
-    with http() as client:
-        response = client.post(server.url + kind.path, json={**body, **extra})
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
-
-
-def compare(
-    kind: Kind, engine: Engine, history: Any, answer: dict[str, Any], salted: bool, seen: Compared
-) -> None:
-    """The answer equals the recompute's; a near-tie of the recompute may excuse a difference."""
-    salt = {"cache_salt": uuid.uuid4().hex} if salted else {}
-    oracle = ask(engine, kind, history, **salt)
-    found, wanted = kind.pieces(answer), kind.pieces(oracle)
-    seen.tokens += len(wanted)
-    if found == wanted:
-        return
-    pairs = zip(found, wanted, strict=False)
-    at = next((k for k, (a, b) in enumerate(pairs) if a != b), min(len(found), len(wanted)))
-    detailed = ask(engine, kind, history, **kind.logprobs, **salt)
-    gap = kind.gap(detailed, at)
-    assert gap <= TIE, f"{kind.name}: differs at token {at}, gap {gap:.2g}: {found} / {wanted}"
-    seen.excused.append(f"near-tie: {kind.name}, token {at}, gap {gap:.2g}")
 
 
 def mutate_list(rng: random.Random, items: list[Any], new: Callable[[int], list[Any]]) -> list[Any]:
@@ -214,10 +121,9 @@ def cached_pair(
         yield running
 
 
-def run_mutated(kind: str, pair: Cluster, route: Route, salted: bool) -> None:
+def run_mutated(kind: str, pair: Cluster, route: Route, compared: Compared, salted: bool) -> None:
     api, make = MAKERS[kind]
     rng = random.Random(f"{kind}-{salted}")
-    seen = Compared()
     prefill, decode = pair.prefill[0], pair.decode[0]
     with route(pair) as router:
         for number in range(CONVERSATIONS):
@@ -225,47 +131,44 @@ def run_mutated(kind: str, pair: Cluster, route: Route, salted: bool) -> None:
             first = ask(router, api, history, conversation_id=f"c{number}")
             changed = second(first)
             answer = ask(router, api, changed, conversation_id=f"c{number}")
-            compare(api, decode, changed, answer, salted, seen)
+            compare(api, decode, changed, answer, salted, compared)
             # Nothing wrong was filed: plain requests on both are still right.
             if salted:
                 for engine in (prefill, decode):
-                    compare(api, engine, changed, ask(engine, api, changed), salted, seen)
+                    compare(api, engine, changed, ask(engine, api, changed), salted, compared)
         assert outcomes(router)["hit"] == CONVERSATIONS
-    seen.check()
 
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_mutated_conversations_with_prefix_caches(
-    kind: str, cached_pair: Cluster, route: Route
+    kind: str, cached_pair: Cluster, route: Route, compared: Compared
 ) -> None:
-    run_mutated(kind, cached_pair, route, salted=True)
+    run_mutated(kind, cached_pair, route, compared, salted=True)
 
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_mutated_conversations_without_prefix_caches(
-    kind: str, pair: Cluster, route: Route
+    kind: str, pair: Cluster, route: Route, compared: Compared
 ) -> None:
-    run_mutated(kind, pair, route, salted=False)
+    run_mutated(kind, pair, route, compared, salted=False)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_histories_that_the_base_release_answers_wrong(
-    name: str, pair: Cluster, route: Route
+    name: str, pair: Cluster, route: Route, compared: Compared
 ) -> None:
     second, least, most = CASES[name]
     rng = random.Random(name)
     h = rng.choices(GENERATED_IDS, k=700)
     prefill = pair.prefill[0]
-    seen = Compared()
     with route(pair) as router:
         first = ask(router, IDS, h, conversation_id="c", max_tokens=40)
         prompt = second(h, IDS.pieces(first), lambda n: rng.choices(GENERATED_IDS, k=n))
         before = metric(prefill, "vllm:bidir_tokens_total", kind="read")
         answer = ask(router, IDS, prompt, conversation_id="c")
-        compare(IDS, pair.decode[0], prompt, answer, False, seen)
+        compare(IDS, pair.decode[0], prompt, answer, False, compared)
         read = metric(prefill, "vllm:bidir_tokens_total", kind="read") - before
     assert least <= read <= most
-    seen.check()
 
 
 def test_another_salt_reads_nothing(pair: Cluster, route: Route) -> None:
@@ -282,52 +185,108 @@ def test_another_salt_reads_nothing(pair: Cluster, route: Route) -> None:
             assert after - before == reads
 
 
-def test_siblings_of_one_state_all_read_it(pair: Cluster, route: Route) -> None:
+def parent_turn(pair: Cluster, history: list[int], **extra: Any) -> tuple[list[int], Any]:
+    """A finished turn: all its tokens, and D's params."""
+    params = {"do_remote_decode": True, "do_remote_prefill": False}
+    handover = ask(pair.prefill[0], IDS, history, max_tokens=1, kv_transfer_params=params)
+    given = handover["kv_transfer_params"]
+    answer = ask(pair.decode[0], IDS, history, kv_transfer_params=given, **extra)
+    return history + IDS.pieces(answer), answer["kv_transfer_params"]
+
+
+def next_turn(pair: Cluster, prompt: list[int], params: Any, compared: Compared) -> None:
+    """The turn after it, with what the router would attach; its answer must be right."""
+    handed = ask(pair.prefill[0], IDS, prompt, max_tokens=1, kv_transfer_params=params)
+    given = handed["kv_transfer_params"]
+    answer = ask(pair.decode[0], IDS, prompt, kv_transfer_params=given)
+    compare(IDS, pair.decode[0], prompt, answer, False, compared)
+
+
+def reads(pair: Cluster) -> float:
+    return metric(pair.prefill[0], "vllm:bidir_read_back_total", outcome="read")
+
+
+def test_siblings_of_one_state_all_read_it(pair: Cluster, compared: Compared) -> None:
     """Forks: the same parent state is read more than once, and stays right."""
     rng = random.Random(5)
-    h = rng.choices(GENERATED_IDS, k=400)
-    seen = Compared()
-    prefill, decode = pair.prefill[0], pair.decode[0]
-    params = {"do_remote_decode": True, "do_remote_prefill": False}
-    handover = ask(prefill, IDS, h, max_tokens=1, kv_transfer_params=params)
-    parent = ask(decode, IDS, h, kv_transfer_params=handover["kv_transfer_params"])
-    before = metric(prefill, "vllm:bidir_read_back_total", outcome="read")
+    told, params = parent_turn(pair, rng.choices(GENERATED_IDS, k=400))
+    before = reads(pair)
     for number in range(3):
-        prompt = h + IDS.pieces(parent) + rng.choices(GENERATED_IDS, k=20 + number)
-        again = parent["kv_transfer_params"]
-        handed = ask(prefill, IDS, prompt, max_tokens=1, kv_transfer_params=again)
-        answer = ask(decode, IDS, prompt, kv_transfer_params=handed["kv_transfer_params"])
-        compare(IDS, decode, prompt, answer, False, seen)
-    after = metric(prefill, "vllm:bidir_read_back_total", outcome="read")
-    assert after - before == 3
-    seen.check()
+        next_turn(pair, told + rng.choices(GENERATED_IDS, k=20 + number), params, compared)
+    assert reads(pair) - before == 3
 
 
-TAMPERED: list[dict[str, Any]] = [
-    {"remote_num_tokens": 10**6},
-    {"remote_block_ids": [list(range(500))]},
-    {"lease_id": "d0-" + "0" * 32},
-    {"prefix_proof": {"v": 1, "garbage": "A" * 100_000}},
-    {"prefix_proof": None},
-    {"tp_size": 8},
-    {"remote_engine_id": "another"},
-    {"remote_port": 1},
-]
+def test_a_turn_of_one_token_is_read_back(pair: Cluster, compared: Compared) -> None:
+    """max_tokens=1 on D: its only token was sampled, never fed, and has no KV."""
+    history = random.Random(23).choices(GENERATED_IDS, k=300)
+    told, params = parent_turn(pair, history, max_tokens=1)
+    assert params["remote_num_tokens"] == 300
+    before = metric(pair.prefill[0], "vllm:bidir_tokens_total", kind="read")
+    next_turn(pair, [*told, 65, 66], params, compared)
+    assert metric(pair.prefill[0], "vllm:bidir_tokens_total", kind="read") - before == 300
 
 
-def test_tampered_params_cost_a_recompute_and_no_engine(pair: Cluster) -> None:
-    rng = random.Random(6)
-    h = rng.choices(GENERATED_IDS, k=300)
-    seen = Compared()
-    prefill, decode = pair.prefill[0], pair.decode[0]
-    params = {"do_remote_decode": True, "do_remote_prefill": False}
-    handover = ask(prefill, IDS, h, max_tokens=1, kv_transfer_params=params)
-    parent = ask(decode, IDS, h, kv_transfer_params=handover["kv_transfer_params"])
-    prompt = h + IDS.pieces(parent) + [65, 66]
-    for change in TAMPERED:
-        forged = {**parent["kv_transfer_params"], **change}
-        handed = ask(prefill, IDS, prompt, max_tokens=1, kv_transfer_params=forged)
-        answer = ask(decode, IDS, prompt, kv_transfer_params=handed["kv_transfer_params"])
-        compare(IDS, decode, prompt, answer, False, seen)
-    assert all(engine.is_alive() and engine.is_ready() for engine in pair.engines)
-    seen.check()
+TAMPERED: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
+    "longer count": lambda own, other: {"remote_num_tokens": 10**6},
+    "other block ids": lambda own, other: {"remote_block_ids": [list(range(500))]},
+    "unknown lease": lambda own, other: {"lease_id": "d0-" + "0" * 32},
+    "another's lease": lambda own, other: {"lease_id": other["lease_id"]},
+    "another's proof": lambda own, other: {"prefix_proof": other["prefix_proof"]},
+    "another's turn": lambda own, other: other,
+    "garbage proof": lambda own, other: {"prefix_proof": {"v": 1, "garbage": "A" * 100_000}},
+    "garbage base64": lambda own, other: {
+        "prefix_proof": {**own["prefix_proof"], "checkpoints": [[0, "*" * 22], [1, "A"]]}
+    },
+    "10 MB of it": lambda own, other: {
+        "prefix_proof": {**own["prefix_proof"], "checkpoints": [[0, "A" * 10_000_000]]}
+    },
+    "no proof": lambda own, other: {"prefix_proof": None},
+    "wrong tp_size": lambda own, other: {"tp_size": 8},
+    "other engine id": lambda own, other: {"remote_engine_id": "another"},
+    "other port": lambda own, other: {"remote_port": 1},
+}
+
+
+@pytest.mark.parametrize("name", TAMPERED)
+def test_tampered_params_cost_a_recompute_and_no_engine(
+    name: str, pair: Cluster, compared: Compared
+) -> None:
+    rng = random.Random(name)
+    told, params = parent_turn(pair, rng.choices(GENERATED_IDS, k=300))
+    _, other = parent_turn(pair, rng.choices(GENERATED_IDS, k=300))
+    before = reads(pair)
+    forged = {**params, **TAMPERED[name](params, other)}
+    next_turn(pair, [*told, 65, 66], forged, compared)
+    # What only names blocks or counts that nobody believes takes nothing away.
+    harmless = name in ("longer count", "other block ids", "wrong tp_size")
+    assert reads(pair) - before == harmless
+    # The engine is as it was: the genuine state is still read.
+    next_turn(pair, [*told, 65, 66, 67], params, compared)
+    assert reads(pair) - before == harmless + 1
+
+
+def test_both_flags_at_once_read_nothing_past_verification(
+    pair: Cluster, compared: Compared
+) -> None:
+    """`do_remote_prefill` beside `do_remote_decode` would have the base read what params name."""
+    rng = random.Random(24)
+    told, params = parent_turn(pair, rng.choices(GENERATED_IDS, k=300))
+    _, other = parent_turn(pair, rng.choices(GENERATED_IDS, k=300))
+    forged = {**params, "do_remote_prefill": True, "remote_block_ids": other["remote_block_ids"]}
+    next_turn(pair, [*told, 65, 66], forged, compared)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "peer.invalid", "127.0.0.2"])
+def test_a_host_outside_kv_peers_is_a_bad_request(host: str, pair: Cluster) -> None:
+    history = random.Random(host).choices(GENERATED_IDS, k=300)
+    told, params = parent_turn(pair, history)
+    body = {"model": MODEL, "prompt": told, "max_tokens": 1}
+    for engine in pair.engines:
+        with http() as client:
+            answer = client.post(
+                f"{engine.url}/v1/completions",
+                json={**body, "kv_transfer_params": {**params, "remote_host": host}},
+            )
+        assert answer.status_code == 400, answer.text
+        assert host in answer.json()["error"]["message"]
+        assert "kv_peers" in answer.json()["error"]["message"]

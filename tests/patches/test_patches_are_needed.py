@@ -13,7 +13,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,16 +111,14 @@ def lay_out(farm: Path, series: Sequence[Patch]) -> None:
             cached.unlink()
 
 
-@pytest.mark.parametrize("patch", read_series(), ids=lambda patch: patch.name)
-def test_named_test_fails_without_the_patch(patch: Patch, tmp_path: Path) -> None:
-    """With everything installed but this one patch, its test ends in a failed assertion."""
+def run_without(patch: Patch, farm: Path) -> subprocess.CompletedProcess[str]:
+    """The patch's test, in a process with everything installed but this one patch."""
     series = read_series()
-    farm = tmp_path / "without"
     lay_out(farm, series)
     take_out(farm, series, patch)
     paths = [str(farm), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"]
-    done = subprocess.run(
+    return subprocess.run(
         [*command, patch.test],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
@@ -128,7 +127,32 @@ def test_named_test_fails_without_the_patch(patch: Patch, tmp_path: Path) -> Non
         timeout=300,
         check=False,
     )
+
+
+@pytest.fixture(scope="module")
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
+    """The processes of all patches that are tested in this session, as many at once as cores."""
+    wanted = [
+        item.callspec.params["patch"]
+        for item in request.session.items
+        if getattr(item, "originalname", "") == test_named_test_fails_without_the_patch.__name__
+    ]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        yield {
+            patch.name: pool.submit(run_without, patch, tmp_path_factory.mktemp("without"))
+            for patch in wanted
+        }
+
+
+@pytest.mark.parametrize("patch", read_series(), ids=lambda patch: patch.name)
+def test_named_test_fails_without_the_patch(
+    patch: Patch, runs: dict[str, Future[subprocess.CompletedProcess[str]]]
+) -> None:
+    """With everything installed but this one patch, its test ends in a failed assertion."""
+    done = runs[patch.name].result()
     output = done.stdout + done.stderr
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, output
-    failed = r"^E +(AssertionError|assert |Failed: DID NOT RAISE)"
+    failed = r"^E +(AssertionError|assert |Failed: DID NOT RAISE|\S+\.WrongKVError:)"
     assert re.search(failed, output, re.MULTILINE), output

@@ -54,6 +54,12 @@ def test_an_option_that_cannot_be_used_is_named(entries: Any) -> None:
         {"remote_port": "5600"},
         {"tp_size": True},
         {"remote_num_tokens": 1.5},
+        {"remote_block_ids": "x"},
+        {"remote_block_ids": [1, 2]},
+        {"remote_block_ids": [[1, "2"]]},
+        {"remote_block_ids": [[-1]]},
+        {"remote_block_ids": [[True]]},
+        {"remote_block_ids": [[1], None]},
     ],
 )
 def test_params_of_the_wrong_shape_are_refused(transfer: Any) -> None:
@@ -65,3 +71,6 @@ def test_params_of_the_wrong_shape_are_refused(transfer: Any) -> None:
 def test_params_as_engines_and_routers_send_them_pass() -> None:
     check_shape({"do_remote_decode": True, "remote_engine_id": None, "remote_port": None})
     check_shape({"remote_engine_id": "d", "remote_host": "h", "remote_port": 1, "tp_size": 1})
+    check_shape({"remote_block_ids": [[1, 2], []]})
+    check_shape({"remote_block_ids": []})
+    check_shape({"remote_block_ids": None})

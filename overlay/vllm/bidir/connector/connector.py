@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.bidir.connector.peers import OPTION, check_peers
+from vllm.bidir.connector.options import read_options
 from vllm.bidir.connector.scheduler import BidirScheduler
 from vllm.bidir.connector.stats import BidirPromMetrics, BidirStats
 from vllm.bidir.connector.support import refuse_wrong_answers
 from vllm.bidir.connector.worker import BidirWorker
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -24,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -37,7 +41,7 @@ class BidirConnector(NixlPullConnector):
         NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
         refuse_wrong_answers(vllm_config)
         assert vllm_config.kv_transfer_config is not None  # else no connector
-        check_peers(vllm_config.kv_transfer_config.get_from_extra_config(OPTION, None))
+        read_options(vllm_config.kv_transfer_config)
         if role == KVConnectorRole.SCHEDULER:
             self.connector_scheduler = BidirScheduler(vllm_config, self.engine_id, kv_cache_config)
         else:
@@ -47,6 +51,14 @@ class BidirConnector(NixlPullConnector):
         """What kept blocks hold is about to lose its meaning: no reader may be told it stands."""
         if isinstance(self.connector_scheduler, BidirScheduler):
             self.connector_scheduler.kept.end_all()
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        if isinstance(self.connector_scheduler, BidirScheduler):
+            self.connector_scheduler.written.bind(gpu_block_pool)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        assert isinstance(self.connector_worker, BidirWorker)  # asked of workers only
+        return self.connector_worker.take_report()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if isinstance(self.connector_scheduler, BidirScheduler):

@@ -21,13 +21,15 @@ def is_cryptographic(vllm_config: VllmConfig) -> bool:
     return vllm_config.cache_config.prefix_caching_hash_algo in _CRYPTOGRAPHIC
 
 
-def fingerprint(vllm_config: VllmConfig) -> str:
-    """`<hash>:<16 hex digits>` over hash seed, model, revision, dtypes and quantization."""
+def fingerprint(vllm_config: VllmConfig, weight_version: str) -> str:
+    """`<hash>:<16 hex digits>` over hash seed, model, revision, weight version, dtypes and
+    quantization. `weight_version` is what the engine was last told; it starts as "default"."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     facts = {
         "seed": get_none_hash_seed(),
         "model": model.model,
         "revision": model.revision,
+        "weight_version": weight_version,
         "dtype": str(model.dtype),
         "quantization": model.quantization,
         "kv_dtype": str(cache.cache_dtype),

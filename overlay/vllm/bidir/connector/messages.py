@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """HOLD and CONFIRM on NIXL's side channel: msgpack in, msgpack out, nothing trusted.
 
-    HOLD     [HOLD, lease_id]             -> [epoch, engine_id, process, tp_size, block_ids,
+    HOLD     [HOLD, lease_id]             -> [epoch, engine_id, agents, tp_size, block_ids,
                                               valid_tokens, digest]
     CONFIRM  [CONFIRM, lease_id, epoch]   -> true or false
     gone, or not understood               -> nil
@@ -11,8 +11,7 @@ The base's own message is [GET_META, pp_rank, tp_rank] and is answered as the ba
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -27,12 +26,12 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class HoldAnswer(msgspec.Struct, array_like=True, frozen=True):
-    """D's answer to HOLD. `block_ids` are D's own, by position in the turn; `process` is random
-    and names the engine's process, which may be another one under the same engine id."""
+    """D's answer to HOLD. `block_ids` are D's own, by position in the turn; `agents` name the
+    NIXL agents of the process, by tensor-parallel rank (agents.py)."""
 
     epoch: int
     engine_id: str
-    process: bytes
+    agents: list[bytes]
     tp_size: int
     block_ids: list[int]
     valid_tokens: int
@@ -82,13 +81,15 @@ class SideChannel:
         metadata: Mapping[tuple[int, int], bytes],
         get_meta: bytes,
         clock: Callable[[], float],
+        agents: Sequence[bytes] = (),
     ) -> None:
         """`metadata` are the encoded handshake payloads by (pp_rank, tp_rank); `get_meta` is the
-        base's word for asking for one; `clock` is the one that stamps block expiry."""
+        base's word for asking for one; `clock` is the one that stamps block expiry; `agents` are
+        this engine's own, by rank."""
         self._kept = kept
         self._engine_id = engine_id
         self._tp_size = tp_size
-        self._process = secrets.token_bytes(16)
+        self._agents = list(agents)
         self._metadata = metadata
         self._get_meta = get_meta
         self._clock = clock
@@ -123,7 +124,7 @@ class SideChannel:
         return HoldAnswer(
             hold.epoch,
             self._engine_id,
-            self._process,
+            self._agents,
             self._tp_size,
             list(turn.block_ids),
             turn.valid_tokens,

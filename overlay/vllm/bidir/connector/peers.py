@@ -64,7 +64,7 @@ def check_peers(entries: object) -> PeerList | None:
 
 
 def check_host(entries: object, host: object) -> None:
-    """ValueError, which the server answers with 400, if `host` is not one of the peers."""
+    """ValueError if `host` is not one of the peers."""
     peers = check_peers(entries)
     if peers is not None and host is not None and not peers.allows(host):
         # The host is the sender's own text; the list is not the sender's business.
@@ -85,3 +85,13 @@ def check_shape(transfer: object) -> None:
         value = transfer.get(key)
         if isinstance(value, bool) or not isinstance(value, (int, type(None))):
             raise ValueError(f"kv_transfer_params.{key} must be an integer")
+    blocks = transfer.get("remote_block_ids")
+    if blocks is not None and not (
+        isinstance(blocks, (list, tuple)) and all(_are_block_ids(group) for group in blocks)
+    ):
+        raise ValueError("kv_transfer_params.remote_block_ids must be lists of block ids")
+
+
+def _are_block_ids(group: object) -> bool:
+    # bool is an int in Python, and no block's id is a truth value.
+    return isinstance(group, (list, tuple)) and all(type(k) is int and k >= 0 for k in group)

@@ -9,21 +9,27 @@ answers from the proof, `update_state_after_alloc` takes the one attempt that a 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from vllm.bidir.connector import support
+from vllm.bidir.connector import agents, support
 from vllm.bidir.connector.decision import Match, gain, match
 from vllm.bidir.connector.fingerprint import fingerprint
+from vllm.bidir.connector.given_up import WrittenBlocks
 from vllm.bidir.connector.kept import KeptTurn, KeptTurns, new_lease_id
 from vllm.bidir.connector.listener import start_listener
 from vllm.bidir.connector.messages import SideChannel
+from vllm.bidir.connector.outcome import Outcome, WorkerReport
 from vllm.bidir.connector.proof import make_proof
 from vllm.bidir.connector.read_back import ReadBack
+from vllm.bidir.connector.rest import Rest
 from vllm.bidir.connector.stats import BidirStats
 from vllm.bidir.reasons import Reason
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     GET_META_MSG,
+    NixlAgentMetadata,
     NixlHandshakePayload,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
@@ -57,10 +63,22 @@ class BidirScheduler(NixlPullConnectorScheduler):
         self.stats = BidirStats()
         self._rank = vllm_config.parallel_config.data_parallel_index
         self._fingerprint = ""
+        self._weight_version = "default"  # the engine core's own first word
         self._listening = False
         self._matches: dict[str, Match] = {}
+        # Tokens that P had itself when it was last asked; the blocks no longer tell, once those
+        # that are still to be computed have been allocated.
+        self._local: dict[str, int] = {}
         self._attempted: set[str] = set()
+        # Ordered in this step; and all whose workers have not reported yet.
         self._read_backs: dict[str, ReadBack] = {}
+        self._orders: dict[str, ReadBack] = {}
+        self._outcomes: dict[str, Outcome] = {}
+        self._handovers: dict[str, tuple[bytes, ...]] = {}
+        self._agents: list[bytes] = []
+        self._told: dict[str, dict[str, Any] | None] | None = None
+        self.written = WrittenBlocks()
+        self.rest = Rest(self.written)
         self._obstacle = support.engine_obstacle(vllm_config, kv_cache_config, self.use_host_buffer)
         if self._obstacle is not None:
             logger.warning(
@@ -80,6 +98,7 @@ class BidirScheduler(NixlPullConnectorScheduler):
             return super().get_num_new_matched_tokens(request, num_computed_tokens)
         if request.request_id in self._attempted:
             return 0, False
+        self._local[request.request_id] = num_computed_tokens
         gained, _ = gain(self._match(request), num_computed_tokens, self.kv_recompute_threshold)
         return gained, gained > 0
 
@@ -110,8 +129,14 @@ class BidirScheduler(NixlPullConnectorScheduler):
     def _own_fingerprint(self) -> str:
         # The hash seed is settled after the scheduler has been made, before any request comes.
         if not self._fingerprint:
-            self._fingerprint = fingerprint(self.vllm_config)
+            self._fingerprint = fingerprint(self.vllm_config, self._weight_version)
         return self._fingerprint
+
+    def weights_changed(self, weight_version: str) -> None:
+        """What is kept was computed with other weights, and what peers keep may have been."""
+        self.kept.end_all()
+        self._weight_version, self._fingerprint = weight_version, ""
+        self._matches.clear()
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -124,6 +149,10 @@ class BidirScheduler(NixlPullConnectorScheduler):
             # at once would have it read what the params name, past all verification.
             params["_remote_blocks_processed"] = True
             params["do_remote_prefill"] = False
+        elif params and params.get("do_remote_prefill"):
+            named = agents.parse_agents(params.get(agents.PARAM))
+            if named is not None:
+                self._handovers[request.request_id] = named
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def _attempt(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -131,8 +160,7 @@ class BidirScheduler(NixlPullConnectorScheduler):
         self._attempted.add(request.request_id)
         matched = self._match(request)
         if num_external_tokens == 0:
-            local = sum(block.block_hash is not None for block in blocks.blocks[0])
-            self._refuse(request, matched, local * self.block_size)
+            self._refuse(request, matched, self._local.pop(request.request_id, 0))
             return
         assert matched.source is not None  # else no tokens had been reported
         total = matched.tokens
@@ -140,7 +168,7 @@ class BidirScheduler(NixlPullConnectorScheduler):
         assert local % self.block_size == 0, "the scheduler reports whole local blocks"
         first, end = local // self.block_size, -(-total // self.block_size)
         (block_ids,) = blocks.get_block_ids()
-        self._read_backs[request.request_id] = ReadBack(
+        order = ReadBack(
             source=matched.source,
             digest=matched.source.proof.digest(),
             first_block=first,
@@ -150,6 +178,7 @@ class BidirScheduler(NixlPullConnectorScheduler):
             verified=matched.tokens,
             total=total,
         )
+        self._read_backs[request.request_id] = self._orders[request.request_id] = order
 
     def _refuse(self, request: Request, matched: Match, local: int) -> None:
         reason = matched.reason if matched.tokens == 0 else Reason.BELOW_THRESHOLD
@@ -175,9 +204,36 @@ class BidirScheduler(NixlPullConnectorScheduler):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         meta = super().build_connector_meta(scheduler_output)
         # Beside the base's own orders; its class travels unchanged.
-        meta.read_backs = self._read_backs
-        self._read_backs = {}
+        meta.read_backs, self._read_backs = self._read_backs, {}
+        meta.agents, self._handovers = self._handovers, {}
+        self.rest.stepped()
         return meta
+
+    def _decided(self, request_id: str, order: ReadBack, outcome: Outcome) -> None:
+        """All ranks have reported: count and log what has become of the read-back."""
+        taken = 0 if outcome.lost else order.total - order.local
+        computed = order.prompt - order.local - taken
+        if outcome.lost:
+            self.stats.record_lost(str(outcome.lost), order.verified, computed)
+        else:
+            self.stats.record_read(order.verified, taken, computed)
+        logger.info(
+            "read-back req=%s peer=%s prompt=%d local=%d verified=%d read=%d computed=%d "
+            "blocks=%d mb=%.1f hold_ms=%.1f transfer_ms=%.1f confirm_ms=%.1f outcome=%s",
+            request_id,
+            order.source.engine_id,
+            order.prompt,
+            order.local,
+            order.verified,
+            taken,
+            computed,
+            len(order.local_block_ids),
+            outcome.megabytes,
+            outcome.hold_s * 1000,
+            outcome.transfer_s * 1000,
+            outcome.confirm_s * 1000,
+            f"recompute reason={outcome.lost}" if outcome.lost else "read",
+        )
 
     ############################################################
     # D: keep and prove finished turns
@@ -187,22 +243,44 @@ class BidirScheduler(NixlPullConnectorScheduler):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._matches.pop(request.request_id, None)
+        self._local.pop(request.request_id, None)
         self._attempted.discard(request.request_id)
-        self._read_backs.pop(request.request_id, None)
         keeps, params = super().request_finished(request, block_ids)
-        if params is None:
-            return keeps, params
-        if params["do_remote_prefill"]:
-            # P's answer: a router gives D's state only to a P that verifies it.
-            return keeps, {**params, "readback": 1}
-        return self._finished_on_decode(request, params) if keeps else (keeps, params)
+        if params is not None:
+            if params["do_remote_prefill"]:
+                # P's answer: a router gives D's state only to a P that verifies it.
+                params = {**params, "readback": 1, agents.PARAM: agents.to_params(self._agents)}
+                # Its reader may be done at any time.
+                due, interval = 0.0, self._kv_lease_duration / 10
+            else:
+                if keeps:
+                    keeps, params = self._finished_on_decode(request, params)
+                # The workers' time starts a moment later, when they hear of it.
+                due = self._reqs_need_send.get(request.request_id, 0.0) + 0.1
+                interval = self.decoder_kv_blocks_ttl / 10
+            if keeps:
+                self.rest.begin(request.request_id, due, interval)
+        if self._told is not None:
+            self._told[request.request_id] = params
+        return keeps, params
+
+    @contextmanager
+    def telling(self) -> Iterator[dict[str, dict[str, Any] | None]]:
+        """The params of what finishes within the block, by request id."""
+        told: dict[str, dict[str, Any] | None] = {}
+        self._told = told
+        try:
+            yield told
+        finally:
+            self._told = None
 
     def _finished_on_decode(
         self, request: Request, params: dict[str, Any]
     ) -> tuple[bool, dict[str, Any] | None]:
         valid = valid_tokens(request)
         proof = None
-        (kept_ids,) = params["remote_block_ids"]
+        # The only group, unless there is an obstacle.
+        kept_ids = params["remote_block_ids"][0]
         # Block 0 is the null block: a hole that no position can be read from.
         readable = self._obstacle is None and 0 not in kept_ids
         if readable and support.request_obstacle(request) is None:
@@ -243,11 +321,41 @@ class BidirScheduler(NixlPullConnectorScheduler):
             "prefix_proof": proof.to_params(),
         }
 
+    ############################################################
+    # What workers report
+    ############################################################
+
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         # The scheduler frees these blocks right after this call, in the same step.
         for request_id in connector_output.finished_sending or ():
             self.kept.end(request_id)
+            self.rest.end(request_id)
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self._heard(report)
+        for request_id in connector_output.finished_recving or ():
+            order = self._orders.pop(request_id, None)
+            outcome = self._outcomes.pop(request_id, None)
+            if order is not None and outcome is not None:
+                self._decided(request_id, order, outcome)
         super().update_connector_output(connector_output)
+
+    def _heard(self, report: WorkerReport) -> None:
+        for request_id, outcome in report.outcomes.items():
+            others = self._outcomes.get(request_id)
+            self._outcomes[request_id] = others.with_rank(outcome) if others else outcome
+        for request_id, change in report.writers.items():
+            order = self._orders.get(request_id)
+            block_ids = order.local_block_ids if order is not None else ()
+            self.written.change(request_id, change, block_ids)
+
+    def recomputes_elsewhere(self, request_id: str) -> bool:
+        """Whether a failed load's blocks are still being written, so that others must be used."""
+        return request_id in self.written
+
+    def has_pending_push_work(self) -> bool:
+        """Asked by an engine that has nothing to run: whether to step all the same."""
+        return self.rest.is_due()
 
     ############################################################
     # The side channel
@@ -266,6 +374,7 @@ class BidirScheduler(NixlPullConnectorScheduler):
         if self._listening:
             return
         self._listening = True
+        self._agents = own_agents(metadata)
         channel = SideChannel(
             self.kept,
             self.engine_id,
@@ -273,6 +382,7 @@ class BidirScheduler(NixlPullConnectorScheduler):
             encoded,
             GET_META_MSG,
             time.perf_counter,
+            self._agents,
         )
         self._nixl_handshake_listener_t = start_listener(
             channel, self.side_channel_host, self.side_channel_port, self._stop_event
@@ -287,3 +397,12 @@ def valid_tokens(request: Request) -> int:
     """
     computed = request.num_computed_tokens - request.num_in_flight_tokens
     return max(0, min(computed, request.num_tokens - 1))
+
+
+def own_agents(metadata: dict[tuple[int, int], NixlHandshakePayload]) -> list[bytes]:
+    """Digests of this engine's NIXL agents, by tensor-parallel rank."""
+    decoder = msgspec.msgpack.Decoder(NixlAgentMetadata)
+    return [
+        agents.digest(decoder.decode(metadata[ranks].agent_metadata_bytes).agent_metadata)
+        for ranks in sorted(metadata)
+    ]

@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker's side of verified read-back: HOLD, read, CONFIRM, and only then report the blocks.
 
-    ordered --HOLD--> held --handshake, READ--> transferred --CONFIRM--> done
-       |               |                           |             |
-       +---------------+------------ lost ---------+-------------+   (P recomputes)
+    asking --HOLD--> meeting --handshake--> reading --READ--> confirming --CONFIRM--> done
+       |                |                      |                  |
+       +----------------+-------- lost --------+------------------+     (P recomputes)
 
-Questions to the peer wait in threads of their own. Everything else runs in the engine's step, on
-answers that have arrived.
+Each state has its time; a read-back that outlives it is lost. Questions and handshakes wait in
+threads of their own. Everything else runs in the engine's step, on answers that have arrived.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from enum import Enum, auto
+from functools import partial
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
 
-from vllm.bidir.connector import peer
-from vllm.bidir.connector.messages import HoldAnswer
+from vllm.bidir.connector.given_up import GivenUpReads
+from vllm.bidir.connector.meeting import MeetingWorker
+from vllm.bidir.connector.outcome import Outcome, WorkerReport
+from vllm.bidir.connector.pace import Pace
+from vllm.bidir.connector.peer import Asked
+from vllm.bidir.connector.questions import Questions, drain
 from vllm.bidir.connector.read_back import ReadBack
 from vllm.bidir.connector.stats import BidirStats
 from vllm.bidir.connector.support import layer_obstacle
@@ -29,31 +33,35 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     RemoteMeta,
     ReqMeta,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (
-    NixlPullConnectorWorker,
-)
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpec
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger(__name__)
 
-DEFAULT_TIMEOUT_S = 2.0
-# A peer that did not answer is not asked again for so long: its silence must not take the
-# threads that the answers of others wait for.
-SILENCE_S = 5.0
-_THREADS = 8
+
+class _State(Enum):
+    ASKING = auto()
+    MEETING = auto()
+    READING = auto()
+    CONFIRMING = auto()
+    LOST = auto()
 
 
 @dataclass
 class _Read:
-    """A read-back under way on this worker."""
+    """A read-back under way on this worker; `deadline` (monotonic seconds) is its state's."""
 
     order: ReadBack
+    deadline: float
+    state: _State = _State.ASKING
     epoch: int = 0
+    agents: tuple[bytes, ...] = ()
     hold_s: float = 0.0
     posted: float = 0.0
     megabytes: float = 0.0
@@ -62,41 +70,30 @@ class _Read:
     lost: Reason | None = None
 
 
-class BidirWorker(NixlPullConnectorWorker):
+class BidirWorker(MeetingWorker):
     """As the base's pull worker; read-backs are held and confirmed, and end nothing on D."""
 
     def __init__(
         self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
-        assert vllm_config.kv_transfer_config is not None  # else no connector
         self.xfer_stats = BidirStats()
-        self._reads: dict[str, _Read] = {}
-        self._holds: SimpleQueue[tuple[str, peer.Asked]] = SimpleQueue()
-        self._confirms: SimpleQueue[tuple[str, peer.Asked]] = SimpleQueue()
-        self._timeout_s = float(
-            vllm_config.kv_transfer_config.get_from_extra_config(
-                "read_back_timeout", DEFAULT_TIMEOUT_S
-            )
-        )
-        self._askers = ThreadPoolExecutor(_THREADS, thread_name_prefix="bidir_ask")
-        self._confirmers = ThreadPoolExecutor(_THREADS, thread_name_prefix="bidir_confirm")
-        self._silent_until: dict[tuple[str, int], float] = {}
-        # Where, and with which process, NIXL's handshake with an engine was made. HOLD must be
-        # answered by that very process, or what it answers is not about the memory that is read.
-        self._addresses: dict[str, tuple[str, int]] = {}
-        self._processes: dict[str, bytes] = {}
         self._obstacle = layer_obstacle(kv_cache_config)
+        self._set_up(self.options.timeout_s)
+
+    def _set_up(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._reads: dict[str, _Read] = {}
+        self._questions = Questions(timeout_s)
+        self._pace = Pace(timeout_s)
+        self._met: SimpleQueue[tuple[str, bool]] = SimpleQueue()
+        self._given_up = GivenUpReads(self._still_runs)
+        self._report = WorkerReport()
 
     def shutdown(self) -> None:
-        if hasattr(self, "_askers"):
-            self._askers.shutdown(wait=False, cancel_futures=True)
-            self._confirmers.shutdown(wait=False, cancel_futures=True)
+        if hasattr(self, "_questions"):
+            self._questions.close()
         super().shutdown()
-
-    ############################################################
-    # HOLD
-    ############################################################
 
     def start_load_kv(self, metadata: NixlConnectorMetadata) -> None:
         orders: dict[str, ReadBack] = getattr(metadata, "read_backs", {})
@@ -104,9 +101,30 @@ class BidirWorker(NixlPullConnectorWorker):
             # One request is read for by one rule only.
             metadata.reqs_to_recv.pop(request_id, None)
             self._order(request_id, order)
-        for request_id, asked in _drain(self._holds):
-            self._held(request_id, asked)
+        self._advance()
         super().start_load_kv(metadata)
+
+    def _advance(self) -> None:
+        """Take up what has arrived, and give up what has not arrived in time."""
+        for request_id, asked in drain(self._questions.holds):
+            if self._is(request_id, _State.ASKING):
+                self._held(request_id, asked)
+        for request_id, succeeded in drain(self._met):
+            if self._is(request_id, _State.MEETING):
+                self._handshake_ended(request_id, succeeded)
+        now = time.monotonic()
+        for request_id, read in self._reads.items():
+            if read.state is not _State.LOST and now > read.deadline:
+                self._overdue(request_id, read)
+
+    def _is(self, request_id: str, state: _State) -> bool:
+        """Whether the read-back still waits for this: an answer may come too late."""
+        read = self._reads.get(request_id)
+        return read is not None and read.state is state
+
+    ############################################################
+    # HOLD
+    ############################################################
 
     def _order(self, request_id: str, order: ReadBack) -> None:
         source = order.source
@@ -116,9 +134,11 @@ class BidirWorker(NixlPullConnectorWorker):
             local_physical_block_ids=self._logical_to_kernel_block_ids(
                 local, self._physical_blocks_per_logical_kv_block
             ),
-            tp_size=source.tp_size,
-            dcp_size=source.dcp_size,
-            pp_size=source.pp_size,
+            # Sizes are D's to say, too; one that answers HOLD has neither context nor pipeline
+            # parallelism, whatever the params claim.
+            tp_size=self.world_size,
+            dcp_size=1,
+            pp_size=1,
             # Which blocks is D's to say, in its answer to HOLD.
             remote=RemoteMeta(
                 block_ids=([],),
@@ -128,44 +148,23 @@ class BidirWorker(NixlPullConnectorWorker):
                 request_id=source.lease_id,
             ),
         )
-        self._reads[request_id] = _Read(order)
+        self._reads[request_id] = _Read(order, time.monotonic() + self._timeout_s)
 
         if self._obstacle is not None:
             self._lose(request_id, Reason.UNSUPPORTED)
-        elif self._silent_until.get((source.host, source.port), 0.0) > time.monotonic():
+        elif self._questions.is_silent(source):
             self._lose(request_id, Reason.PEER_GONE)
         else:
-            timeout = self._timeout_s
-            self._askers.submit(
-                self._ask,
-                self._holds,
-                request_id,
-                lambda: peer.hold(source.host, source.port, source.lease_id, timeout),
-            )
+            self._questions.hold(request_id, source)
 
-    @staticmethod
-    def _ask(
-        answers: SimpleQueue[tuple[str, peer.Asked]],
-        request_id: str,
-        question: Callable[[], peer.Asked],
-    ) -> None:
-        """Runs in a thread. An answer is queued whatever happens: the request waits for it."""
-        try:
-            asked = question()
-        except Exception:
-            logger.exception("read-back req=%s: the peer could not be asked", request_id)
-            asked = peer.Asked(reason=Reason.PEER_GONE)
-        answers.put((request_id, asked))
-
-    def _held(self, request_id: str, asked: peer.Asked) -> None:
+    def _held(self, request_id: str, asked: Asked) -> None:
         read = self._reads[request_id]
         read.hold_s = asked.seconds
         order, answer = read.order, asked.hold
-        address = (order.source.host, order.source.port)
         if answer is None:
             reason = asked.reason or Reason.HOLD_LOST
             if reason in (Reason.TIMEOUT, Reason.PEER_GONE):
-                self._silent_until[address] = time.monotonic() + SILENCE_S
+                self._questions.not_heard(order.source)
             else:
                 # The words that operators of this flow know from the base.
                 logger.warning(
@@ -175,7 +174,7 @@ class BidirWorker(NixlPullConnectorWorker):
                 )
             self._lose(request_id, reason)
             return
-        self._silent_until.pop(address, None)
+        self._questions.heard(order.source)
         blocks = answer.block_ids[order.remote_positions]
         if (
             answer.digest != order.digest
@@ -190,43 +189,58 @@ class BidirWorker(NixlPullConnectorWorker):
             # Params may lie about the size, and several reads for one request are not ours yet.
             self._lose(request_id, Reason.UNSUPPORTED)
             return
-        if not self._same_process(answer, address):
-            self._lose(request_id, Reason.PEER_GONE)
-            return
-        read.epoch = answer.epoch
+        read.epoch, read.agents = answer.epoch, tuple(answer.agents)
         meta = self._recving_metadata[request_id]
         assert meta.remote is not None  # as ordered
         meta.remote.block_ids = (blocks,)
-        meta.tp_size = answer.tp_size
-        if answer.engine_id in self._remote_agents:
-            self._read_blocks_for_req(request_id, meta)
+        self._meet(request_id, read, meta)
+
+    ############################################################
+    # Handshake
+    ############################################################
+
+    def _meet(self, request_id: str, read: _Read, meta: ReqMeta) -> None:
+        source = read.order.source
+        if not self._is_same(source.engine_id, read) and not self.forget(source.engine_id):
+            # Something is still being read with the agents of an engine that is gone.
+            self._lose(request_id, Reason.PEER_GONE)
+            return
+        read.state = _State.MEETING
+        handshake = self._ensure_handshake(
+            source.engine_id, source.host, source.port, meta.tp_size, meta.dcp_size, meta.pp_size
+        )
+        if handshake is None:
+            self._handshake_ended(request_id, True)
         else:
-            self._background_nixl_handshake(request_id, answer.engine_id, meta)
+            handshake.add_done_callback(partial(self._handshake_done, request_id))
 
-    def _same_process(self, answer: HoldAnswer, address: tuple[str, int]) -> bool:
-        """Whether HOLD was answered by the process whose memory NIXL would read.
+    def _handshake_done(self, request_id: str, handshake: Future[Any]) -> None:
+        """Runs in the handshake's thread."""
+        self._met.put((request_id, not handshake.cancelled() and handshake.exception() is None))
 
-        A handshake that is under way counts as made: whoever waits for it reads where it leads. A
-        restarted engine keeps its id and address: its old agent is dropped, unless something is
-        still being read with it, and a new handshake follows.
-        """
-        engine = answer.engine_id
-        with self._handshake_lock:
-            pending = engine in self._handshake_futures
-            met = engine in self._remote_agents
-        if (pending or met) and self._addresses.get(engine) != address:
+    def _handshake_ended(self, request_id: str, succeeded: bool) -> None:
+        read = self._reads[request_id]
+        if succeeded and self._is_same(read.order.source.engine_id, read):
+            self._read_blocks_for_req(request_id, self._recving_metadata[request_id])
+        else:
+            # A handshake that was under way may have been with another process of that id.
+            self._lose(request_id, Reason.PEER_GONE)
+
+    def _is_same(self, engine_id: str, read: _Read) -> bool:
+        """Whether HOLD was answered by the process whose memory NIXL would read."""
+        source = read.order.source
+        if not self.is_met(engine_id, (source.host, source.port), read.agents):
             return False
-        if (pending or met) and self._processes.get(engine, answer.process) != answer.process:
-            if pending or any(self._recving_transfers.values()):
-                return False
-            self._cleanup_remote_engine(engine)
-        self._addresses[engine] = address
-        self._processes[engine] = answer.process
-        return True
+        # It may have been met by a handover whose params lied about its size.
+        assert self.transfer_topo is not None  # set with the caches, before any request
+        met_as: int = self.transfer_topo.get_engine_info(engine_id).remote_tp_size
+        return met_as == self.world_size
+
+    def busy_engines(self) -> set[str]:
+        return super().busy_engines() | self._given_up.engines()
 
     def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
-        self._addresses.pop(engine_id, None)
-        self._processes.pop(engine_id, None)
+        self._pace.forget(engine_id)
         super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
 
     ############################################################
@@ -245,6 +259,10 @@ class BidirWorker(NixlPullConnectorWorker):
     ) -> None:
         read = self._reads.get(request_id)
         if read is None:
+            if not self._fits(read_spec, dst_engine_id):
+                logger.warning("req=%s: its params do not fit its prompt or its peer", request_id)
+                self._handle_failed_transfer(request_id, None)
+                return
             super()._read_blocks(
                 read_spec,
                 dst_engine_id,
@@ -280,9 +298,11 @@ class BidirWorker(NixlPullConnectorWorker):
             # Pairing by position is all that makes the bytes mean what they say.
             self._lose(request_id, Reason.UNSUPPORTED)
             return
-        read.posted = time.monotonic()
         physical = sum(map(len, read_spec.local_block_ids))
         read.megabytes = physical * sum(self.block_len_per_layer) / 1e6
+        read.posted = time.monotonic()
+        read.deadline = read.posted + self._pace.bound(dst_engine_id, read.megabytes)
+        read.state = _State.READING
         handle = None
         try:
             # No notification: a finished read ends nothing on D, where siblings may read too.
@@ -299,23 +319,45 @@ class BidirWorker(NixlPullConnectorWorker):
                 dst_engine_id=dst_engine_id,
                 remote_rank=read_spec.remote_rank,
             )
-            read.lost = Reason.TRANSFER_FAILED
             self._handle_failed_transfer(request_id, handle)
         else:
             self._recving_transfers[request_id].append(handle)
+
+    def _fits(self, read_spec: ReadSpec, engine_id: str) -> bool:
+        """Whether a handover's params name blocks that there are, and enough of them.
+
+        They come with the request; the base asserts it, which would end the engine.
+        """
+        assert self.transfer_topo is not None  # set with the caches, before any request
+        if self._is_hma_required:
+            return True  # several kinds of groups, which the base pairs by rules of its own
+        blocks = self.dst_num_blocks[engine_id]
+        pairs = list(zip(read_spec.local_block_ids, read_spec.remote_block_ids, strict=False))
+        if len(pairs) != len(read_spec.local_block_ids):
+            return False
+        if any(not 0 <= k < blocks for _, remote in pairs for k in remote):
+            return False
+        remote = self.transfer_topo.get_engine_info(engine_id)
+        alike = (
+            self.transfer_topo.block_size_ratio(remote.remote_block_size) == 1
+            and remote.remote_physical_blocks_per_logical
+            == self._physical_blocks_per_logical_kv_block
+        )
+        return not alike or all(len(local) <= len(theirs) for local, theirs in pairs)
 
     ############################################################
     # CONFIRM
     ############################################################
 
     def _pop_done_transfers(self, transfers: dict[str, list[int]]) -> set[str]:
-        done = super()._pop_done_transfers(transfers)
+        done: set[str] = super()._pop_done_transfers(transfers)
         for request_id in list(done):
-            read = self._reads.get(request_id)
-            if read is not None and read.lost is None:
+            if self._is(request_id, _State.READING):
                 done.discard(request_id)
-                self._transferred(request_id, read)
-        for request_id, asked in _drain(self._confirms):
+                self._transferred(self._reads[request_id], request_id)
+        for request_id, asked in drain(self._questions.confirms):
+            if not self._is(request_id, _State.CONFIRMING):
+                continue
             self._reads[request_id].confirm_s = asked.seconds
             if asked.stood:
                 done.add(request_id)
@@ -323,76 +365,86 @@ class BidirWorker(NixlPullConnectorWorker):
                 self._lose(request_id, asked.reason or Reason.HOLD_LOST)
         return done
 
-    def _transferred(self, request_id: str, read: _Read) -> None:
-        read.transfer_s = time.monotonic() - read.posted
-        source, epoch, timeout = read.order.source, read.epoch, self._timeout_s
-        self._confirmers.submit(
-            self._ask,
-            self._confirms,
-            request_id,
-            lambda: peer.confirm(source.host, source.port, source.lease_id, epoch, timeout),
-        )
+    def _transferred(self, read: _Read, request_id: str) -> None:
+        now = time.monotonic()
+        read.transfer_s = now - read.posted
+        self._pace.measured(read.order.source.engine_id, read.megabytes, read.transfer_s)
+        read.state, read.deadline = _State.CONFIRMING, now + self._timeout_s
+        self._questions.confirm(request_id, read.order.source, read.epoch)
 
     def get_finished(self) -> tuple[set[str], set[str]]:
         sent, received = super().get_finished()
         for request_id in received:
-            read = self._reads.pop(request_id, None)
-            if read is not None and self.tp_rank == 0:
-                self._report(request_id, read)
+            self._note_outcome(request_id)
+        self._note_ended_writers()
         return sent, received
 
+    def _note_outcome(self, request_id: str) -> None:
+        read = self._reads.pop(request_id, None)
+        if read is None:
+            return
+        self._report.outcomes[request_id] = Outcome(
+            read.lost,
+            0.0 if read.lost else read.megabytes,
+            read.hold_s,
+            read.transfer_s,
+            read.confirm_s,
+        )
+
+    def _note_ended_writers(self) -> None:
+        for request_id in self._given_up.ended():
+            self._count_writer(request_id, -1)
+
+    def take_report(self) -> WorkerReport | None:
+        """News since the last call, for the scheduler; None if there are none."""
+        if not self._report:
+            return None
+        report, self._report = self._report, WorkerReport()
+        return report
+
     ############################################################
-    # Loss and report
+    # Loss
     ############################################################
 
     def _lose(self, request_id: str, reason: Reason) -> None:
         """Give a read-back up; its blocks count as not loaded, and P computes them."""
-        self._reads[request_id].lost = reason
+        read = self._reads[request_id]
+        read.lost, read.state = reason, _State.LOST
         self._handle_failed_transfer(request_id, None)
+
+    def _overdue(self, request_id: str, read: _Read) -> None:
+        self._questions.not_heard(read.order.source)
+        if read.state is _State.READING:
+            # What NIXL has begun cannot be stopped; the blocks stay its own until it has ended.
+            handles = self._recving_transfers.pop(request_id)
+            self._given_up.add(request_id, read.order.source.engine_id, handles)
+            self._count_writer(request_id, 1)
+            logger.warning(
+                "read-back req=%s: %.1f MB have not arrived within %.1f s; the READ is given up",
+                request_id,
+                read.megabytes,
+                time.monotonic() - read.posted,
+            )
+        self._lose(request_id, Reason.TIMEOUT)
+
+    def _count_writer(self, request_id: str, change: int) -> None:
+        writers = self._report.writers
+        writers[request_id] = writers.get(request_id, 0) + change
+
+    def _still_runs(self, handle: Any) -> bool:
+        """Whether NIXL is still at a transfer; one that has ended is released."""
+        try:
+            if self.nixl_wrapper.check_xfer_state(handle) == "PROC":
+                return True
+        except Exception as error:
+            # NIXL raises for a transfer that has failed: it has ended, too.
+            logger.info("a READ that was given up has failed: %s", error)
+        self.nixl_wrapper.release_xfer_handle(handle)
+        return False
 
     def _handle_failed_transfer(self, req_id: str, handle: int | None) -> None:
         read = self._reads.get(req_id)
-        if read is not None and read.lost is None:
-            # The base found it: a handshake or a transfer that failed.
-            read.lost = Reason.TRANSFER_FAILED if read.posted else Reason.PEER_GONE
+        if read is not None and read.state is not _State.LOST:
+            # The base found it: a transfer that failed.
+            read.lost, read.state = Reason.TRANSFER_FAILED, _State.LOST
         super()._handle_failed_transfer(req_id, handle)
-
-    def _report(self, request_id: str, read: _Read) -> None:
-        order = read.order
-        stats = self.xfer_stats
-        assert isinstance(stats, BidirStats)  # as made above
-        taken = 0 if read.lost else order.total - order.local
-        computed = order.prompt - order.local - taken
-        if read.lost:
-            stats.record_lost(str(read.lost), order.verified, computed)
-        else:
-            stats.record_read(order.verified, taken, computed)
-        logger.info(
-            "read-back req=%s peer=%s prompt=%d local=%d verified=%d read=%d computed=%d "
-            "blocks=%d mb=%.1f hold_ms=%.1f transfer_ms=%.1f confirm_ms=%.1f outcome=%s",
-            request_id,
-            order.source.engine_id,
-            order.prompt,
-            order.local,
-            order.verified,
-            taken,
-            computed,
-            len(order.local_block_ids),
-            0.0 if read.lost else read.megabytes,
-            read.hold_s * 1000,
-            read.transfer_s * 1000,
-            read.confirm_s * 1000,
-            f"recompute reason={read.lost}" if read.lost else "read",
-        )
-
-
-def _drain(
-    waiting: SimpleQueue[tuple[str, peer.Asked]],
-) -> list[tuple[str, peer.Asked]]:
-    """All that has arrived, without waiting."""
-    arrived: list[tuple[str, peer.Asked]] = []
-    while True:
-        try:
-            arrived.append(waiting.get_nowait())
-        except Empty:
-            return arrived

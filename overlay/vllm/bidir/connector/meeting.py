@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engines a worker has met by NIXL's handshake: where, and which process.
+
+An engine id alone says neither. An engine that has restarted or moved is met anew before anything
+is read from it, for read-backs and for handovers; and a peer that is silent delays nobody else's
+handshake.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from vllm.bidir.connector import agents
+from vllm.bidir.connector.options import read_options
+from vllm.bidir.connector.progress import waiting_between_looks
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+    NixlAgentMetadata,
+    NixlConnectorMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (
+    NixlPullConnectorWorker,
+)
+from vllm.distributed.nixl_utils import NixlWrapper
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+Address = tuple[str, int]
+
+# So many peers may be silent at once before a handshake waits for another peer's.
+_HANDSHAKES = 64
+
+
+class MeetingWorker(NixlPullConnectorWorker):
+    """The base's pull worker, which remembers whom it has met."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig
+    ) -> None:
+        assert vllm_config.kv_transfer_config is not None  # else no connector
+        self.options = read_options(vllm_config.kv_transfer_config)
+        with waiting_between_looks(NixlWrapper, self.options.progress_delay_us):
+            super().__init__(vllm_config, engine_id, kv_cache_config)
+        # The base has one thread, in which a silent peer delays the handshakes with all others.
+        self._handshake_initiation_executor.shutdown(wait=False)
+        pool = ThreadPoolExecutor(_HANDSHAKES, thread_name_prefix="bidir_handshake")
+        self._handshake_initiation_executor: ThreadPoolExecutor = pool
+        self._remember_nobody()
+
+    def _remember_nobody(self) -> None:
+        # NIXL itself is entered by one handshake at a time, as in the base.
+        self._nixl_entry = threading.Lock()
+        self._addresses: dict[str, Address] = {}
+        self._agents: dict[str, dict[int, bytes]] = {}
+
+    def start_load_kv(self, metadata: NixlConnectorMetadata) -> None:
+        """`metadata.agents` are those that handovers name, by request; other fields as the base."""
+        named: dict[str, tuple[bytes, ...]] = getattr(metadata, "agents", {})
+        for request_id, theirs in named.items():
+            meta = metadata.reqs_to_recv.get(request_id)
+            if meta is None or meta.remote is None:
+                continue
+            met = self._agents.get(meta.remote.engine_id)
+            if met and not agents.are_met(met, theirs):
+                self.forget(meta.remote.engine_id)
+        super().start_load_kv(metadata)
+
+    def is_met(self, engine_id: str, address: Address, theirs: Sequence[bytes]) -> bool:
+        """Whether the engine was met at this address, and as the process with these agents."""
+        return self._addresses.get(engine_id) == address and agents.are_met(
+            self._agents.get(engine_id, {}), theirs
+        )
+
+    def forget(self, engine_id: str) -> bool:
+        """Let it be met anew; False while something is still being read from it."""
+        with self._handshake_lock:
+            if engine_id not in self._remote_agents:
+                return True
+        if engine_id in self.busy_engines():
+            return False
+        self._cleanup_remote_engine(engine_id)
+        return True
+
+    def busy_engines(self) -> set[str]:
+        """Engines that something is being read from."""
+        under_way = map(self._recving_metadata.get, self._recving_transfers)
+        return {meta.remote.engine_id for meta in under_way if meta is not None and meta.remote}
+
+    def _nixl_handshake(
+        self, host: str, port: int, remote_tp_size: int, expected_engine_id: str, *more: Any
+    ) -> Any:
+        """Runs in a thread of its own for each peer."""
+        found = super()._nixl_handshake(host, port, remote_tp_size, expected_engine_id, *more)
+        self._addresses[expected_engine_id] = (host, port)
+        return found
+
+    def add_remote_agent(
+        self, nixl_agent_meta: NixlAgentMetadata, remote_tp_rank: int = 0, *more: Any
+    ) -> str:
+        with self._nixl_entry:
+            name: str = super().add_remote_agent(nixl_agent_meta, remote_tp_rank, *more)
+        met = self._agents.setdefault(nixl_agent_meta.engine_id, {})
+        met[remote_tp_rank] = agents.digest(nixl_agent_meta.agent_metadata)
+        return name
+
+    def _add_notif_only_remote_agent(self, *args: Any) -> str:
+        with self._nixl_entry:
+            name: str = super()._add_notif_only_remote_agent(*args)
+        return name
+
+    def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
+        self._addresses.pop(engine_id, None)
+        self._agents.pop(engine_id, None)
+        super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)

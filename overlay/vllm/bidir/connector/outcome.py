@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the workers tell the scheduler about read-backs, and how several ranks' words add up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.bidir.reasons import Reason
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One rank's read-back, or that of all ranks: seconds, and MB (10^6 bytes) that were read.
+
+    `lost` says why it was given up; None: all bytes are there and confirmed.
+    """
+
+    lost: Reason | None
+    megabytes: float = 0.0
+    hold_s: float = 0.0
+    transfer_s: float = 0.0
+    confirm_s: float = 0.0
+
+    def with_rank(self, other: Outcome) -> Outcome:
+        """Both ranks: lost if one is, as slow as the slower."""
+        return Outcome(
+            self.lost or other.lost,
+            self.megabytes + other.megabytes,
+            max(self.hold_s, other.hold_s),
+            max(self.transfer_s, other.transfer_s),
+            max(self.confirm_s, other.confirm_s),
+        )
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):
+    """News of one step: `outcomes` of finished read-backs; by how many the `writers` of a request
+    have changed, which are ranks whose READ was given up and has not ended."""
+
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    writers: dict[str, int] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.outcomes or self.writers)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, WorkerReport)  # all ranks run the same worker
+        for request_id, outcome in other.outcomes.items():
+            mine = self.outcomes.get(request_id)
+            self.outcomes[request_id] = outcome if mine is None else mine.with_rank(outcome)
+        for request_id, change in other.writers.items():
+            self.writers[request_id] = self.writers.get(request_id, 0) + change
+        return self

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HOLD and CONFIRM in threads of their own: the engine's step only picks up answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+from vllm.bidir.connector import peer
+from vllm.bidir.connector.decision import Source
+from vllm.bidir.reasons import Reason
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+# A peer that did not answer is not asked again for so long: its silence must not take the
+# threads that the answers of others wait for.
+SILENCE_S = 5.0
+_THREADS = 8
+_T = TypeVar("_T")
+
+
+class Questions:
+    """Asks peers, one thread per question; answers are (request id, answer), in order of coming."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.holds: SimpleQueue[tuple[str, peer.Asked]] = SimpleQueue()
+        self.confirms: SimpleQueue[tuple[str, peer.Asked]] = SimpleQueue()
+        self._timeout_s = timeout_s
+        self._holders = ThreadPoolExecutor(_THREADS, thread_name_prefix="bidir_hold")
+        # Apart: the holds of silent peers must not delay what is all but done.
+        self._confirmers = ThreadPoolExecutor(_THREADS, thread_name_prefix="bidir_confirm")
+        self._silent_until: dict[tuple[str, int], float] = {}
+
+    def close(self) -> None:
+        self._holders.shutdown(wait=False, cancel_futures=True)
+        self._confirmers.shutdown(wait=False, cancel_futures=True)
+
+    def hold(self, request_id: str, source: Source) -> None:
+        timeout = self._timeout_s
+        self._holders.submit(
+            _ask,
+            self.holds,
+            request_id,
+            lambda: peer.hold(source.host, source.port, source.lease_id, timeout),
+        )
+
+    def confirm(self, request_id: str, source: Source, epoch: int) -> None:
+        timeout = self._timeout_s
+        self._confirmers.submit(
+            _ask,
+            self.confirms,
+            request_id,
+            lambda: peer.confirm(source.host, source.port, source.lease_id, epoch, timeout),
+        )
+
+    def is_silent(self, source: Source) -> bool:
+        """Whether the peer has lately not answered."""
+        return self._silent_until.get((source.host, source.port), 0.0) > time.monotonic()
+
+    def heard(self, source: Source) -> None:
+        self._silent_until.pop((source.host, source.port), None)
+
+    def not_heard(self, source: Source) -> None:
+        self._silent_until[source.host, source.port] = time.monotonic() + SILENCE_S
+
+
+def _ask(
+    answers: SimpleQueue[tuple[str, peer.Asked]],
+    request_id: str,
+    question: Callable[[], peer.Asked],
+) -> None:
+    """Runs in a thread. An answer is queued whatever happens: the request waits for it."""
+    try:
+        asked = question()
+    except Exception:
+        logger.exception("read-back req=%s: the peer could not be asked", request_id)
+        asked = peer.Asked(reason=Reason.PEER_GONE)
+    answers.put((request_id, asked))
+
+
+def drain(waiting: SimpleQueue[_T]) -> list[_T]:
+    """All that has arrived, without waiting."""
+    arrived: list[_T] = []
+    while True:
+        try:
+            arrived.append(waiting.get_nowait())
+        except Empty:
+            return arrived

@@ -1,0 +1,148 @@
+"""Whom a worker has met: a silent peer delays nobody, and one that restarted is met anew."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.bidir.connector.agents import digest
+from vllm.bidir.connector.meeting import MeetingWorker
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+
+ADDRESS = ("10.0.0.1", 5600)
+
+
+class Bare(MeetingWorker):
+    """The worker's own logic and the base's bookkeeping of handshakes, without NIXL."""
+
+    def __init__(self) -> None:
+        # As the real constructor leaves it, whatever the base's own pool is.
+        transfer = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both")
+        base: Any = SimpleNamespace(kv_transfer_config=transfer)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(NixlPullConnectorWorker, "__init__", lambda self, *rest: None)
+            self._handshake_initiation_executor = ThreadPoolExecutor(1)
+            super().__init__(base, "p", base)
+        self._handshake_lock = threading.RLock()
+        self._handshake_futures: dict[str, Future[Any]] = {}
+        self._remote_agents: dict[str, Any] = {}
+        self._engine_clock_offset: dict[str, float] = {}
+        self._engine_last_active: dict[str, float] = {}
+        self._engine_ttl = 0
+        self._recving_transfers: dict[str, list[int]] = {}
+        self._recving_metadata: dict[str, Any] = {}
+        self._failed_recv_reqs: queue.Queue[str] = queue.Queue()
+        self.silent = threading.Event()
+
+    def shutdown(self) -> None:
+        self.silent.set()
+        self._handshake_initiation_executor.shutdown(wait=True)
+
+    def __del__(self) -> None:
+        """The base's would release what was never made."""
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = Bare()
+
+    def shake(self: Bare, host: str, port: int, size: int, engine: str, *more: Any) -> Any:
+        if engine.startswith("silent"):
+            made.silent.wait(20)
+            raise RuntimeError("no answer")
+        metadata = SimpleNamespace(engine_id=engine, agent_metadata=f"{engine}@{host}".encode())
+        return {(0, 0): self.add_remote_agent(metadata, 0, size, 1)}, 0.0
+
+    entered = threading.Lock()
+
+    def add(self: Bare, *rest: Any) -> str:
+        assert entered.acquire(blocking=False), "NIXL is entered by one handshake at a time"
+        time.sleep(0.01)
+        entered.release()
+        return "agent"
+
+    monkeypatch.setattr(NixlPullConnectorWorker, "_nixl_handshake", shake)
+    monkeypatch.setattr(NixlPullConnectorWorker, "add_remote_agent", add)
+
+    def forget(self: Bare, engine_id: str, **more: Any) -> None:
+        del self._remote_agents[engine_id]
+
+    monkeypatch.setattr(NixlPullConnectorWorker, "_cleanup_remote_engine", forget)
+    yield made
+    made.shutdown()
+
+
+def meet(bare: Bare, engine: str, address: tuple[str, int] = ADDRESS) -> None:
+    handshake = bare._ensure_handshake(engine, *address, 1)
+    assert handshake is not None
+    handshake.result(timeout=5)
+
+
+def test_silent_peers_delay_no_other_peers_handshake(bare: Bare) -> None:
+    for number in range(10):
+        bare._ensure_handshake(f"silent {number}", *ADDRESS, 1)
+    meet(bare, "d")
+    assert bare.is_met("d", ADDRESS, [digest(b"d@10.0.0.1")])
+
+
+def test_handshakes_enter_nixl_one_after_the_other(bare: Bare) -> None:
+    under_way = [bare._ensure_handshake(f"d{number}", *ADDRESS, 1) for number in range(8)]
+    for handshake in under_way:
+        assert handshake is not None
+        handshake.result(timeout=5)
+
+
+def test_an_engine_is_known_by_address_and_agents(bare: Bare) -> None:
+    meet(bare, "d")
+    assert not bare.is_met("d", ("10.0.0.2", 5600), [digest(b"d@10.0.0.1")])
+    assert not bare.is_met("d", ADDRESS, [digest(b"another process")])
+    assert not bare.is_met("d", ADDRESS, [])
+    assert not bare.is_met("nobody", ADDRESS, [digest(b"d@10.0.0.1")])
+
+
+def handover(bare: Bare, engine: str, agents: list[bytes], monkeypatch: Any) -> list[str]:
+    """A handover from this engine, whose params name these agents; whom the base still knows."""
+    known: list[str] = []
+    monkeypatch.setattr(
+        NixlPullConnectorWorker,
+        "start_load_kv",
+        lambda self, meta: known.extend(bare._remote_agents),
+    )
+    remote = SimpleNamespace(engine_id=engine)
+    metadata = SimpleNamespace(
+        reqs_to_recv={"r": SimpleNamespace(remote=remote)}, agents={"r": tuple(agents)}
+    )
+    bare.start_load_kv(metadata)
+    return known
+
+
+def test_a_restarted_prefill_node_is_met_anew_before_a_handover(
+    bare: Bare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meet(bare, "p2")
+    assert handover(bare, "p2", [digest(b"p2@10.0.0.1")], monkeypatch) == ["p2"]
+    assert handover(bare, "p2", [digest(b"restarted")], monkeypatch) == []
+    assert bare._addresses == {} and bare._agents == {}
+
+
+def test_a_handover_from_whom_nobody_has_met_is_the_bases_own(
+    bare: Bare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert handover(bare, "p2", [digest(b"x")], monkeypatch) == []
+
+
+def test_an_engine_is_not_forgotten_while_it_is_read_from(bare: Bare) -> None:
+    meet(bare, "d")
+    bare._recving_transfers["r"] = [1]
+    bare._recving_metadata["r"] = SimpleNamespace(remote=SimpleNamespace(engine_id="d"))
+    assert not bare.forget("d")
+    assert "d" in bare._remote_agents
+    bare._recving_transfers.clear()
+    assert bare.forget("d")
+    assert bare.forget("d"), "it is forgotten already"
