@@ -15,7 +15,7 @@ WHEEL_INPUTS := upstream.toml NOTICE $(shell find patches overlay tools/build -t
 PYTEST := PYTHONDONTWRITEBYTECODE=1 $(TEST_PY) -m pytest -q
 
 .PHONY: help demo wheel prove check-installed lint import refresh test test-fast test-full \
-	test-wheel test-patches test-connector test-upstream test-e2e fuzz bench-build bench-proof clean
+	test-wheel test-patches test-connector test-upstream test-e2e fuzz bench-build bench-idle bench-proof clean test-faults
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,11 +42,13 @@ import: $(BUILD_ENV)/.made ## make a patch of an upstream diff: make import DIFF
 refresh: $(BUILD_ENV)/.made ## rebase the patches: make refresh TO=0.30.0 [CONTINUE=1 | DRY_RUN=1]
 	@$(TOOL) refresh --to $(TO) $(if $(CONTINUE),--continue) $(if $(DRY_RUN),--dry-run)
 
-test: lint test-fast test-wheel test-patches test-connector test-upstream test-e2e ## everything, CPU only
+test: lint test-fast test-wheel test-patches test-connector test-upstream test-e2e test-faults ## everything, CPU only
 
 # 10,000 histories for each setting of P's cache; 6 groups of 34 conversations.
 test-full: export BIDIR_HISTORIES = 10000
 test-full: export BIDIR_MUTATED = 34
+test-full: export BIDIR_FAULTS = full
+test-full: export BIDIR_LEAK_TURNS = 500
 test-full: test ## the same with the full numbers of the long suites
 
 fuzz: $(TEST_ENV)/.made ## random histories over real schedulers: make fuzz [MINUTES=10]
@@ -73,11 +75,17 @@ test-upstream: $(TEST_ENV)/.made ## the base release's own tests against our whe
 test-e2e: $(TEST_ENV)/.made ## two real CPU engines
 	$(PYTEST) tests/e2e
 
+test-faults: $(TEST_ENV)/.made ## engines that die, stand still or run out of memory
+	$(PYTEST) tests/faults
+
 demo: $(TEST_ENV)/.made ## a conversation over P, D and the router, feature off and on; no GPU
 	@$(TEST_PY) -m tools.demo
 
 bench-build: $(BUILD_ENV)/.made ## time and memory of a build against repacking with `wheel`
 	@$(BUILD_PY) -m tools.bench.build
+
+bench-idle: $(TEST_ENV)/.made ## what holding finished turns costs an idle engine, stock and ours
+	@$(TEST_PY) -m tools.bench.idle
 
 clean: ## remove build results and environments (the download cache stays)
 	rm -rf build dist $(BUILD_ENV) $(TEST_ENV)

@@ -1,0 +1,137 @@
+"""Little memory, clients that go away, and many mixed turns: all blocks come back."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.oracle import IDS, Compared, ask, compare
+from tests.e2e.turns import http, metric
+from tests.faults.test_engines_end import clear_cache, rests
+from tests.faults.turns import FIRST_TURN, check_right, decode, prefill, read, tokens, turn
+from tools.cluster import Cluster, Engine
+
+# Mixed turns of the leak check; make test-full asks for 500.
+TURNS = int(os.environ.get("BIDIR_LEAK_TURNS", "60"))
+ABORTS = 20
+
+
+def long_answer(engine: Engine, prompt: list[int], params: Any, max_tokens: int) -> list[int]:
+    more = {} if params is None else {"kv_transfer_params": params}
+    answer = ask(engine, IDS, prompt, max_tokens=max_tokens, ignore_eos=True, **more)
+    return IDS.pieces(answer)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_preempted_request_finishes_and_is_right(
+    role: str, faulty: Cluster, compared: Compared
+) -> None:
+    """One that has read KV is scheduled again, once more without a read."""
+    engine = faulty.prefill[0] if role == "prefill" else faulty.decode[0]
+    history, kept = turn(faulty, tokens((role, "preempted"), 600))
+    prompt = history + tokens("more", 20)
+    clear_cache(faulty.prefill[0])
+    if role == "decode":
+        kept = prefill(faulty.prefill[0], prompt, kept)
+    before = metric(engine, "vllm:num_preemptions_total")
+    with ThreadPoolExecutor(5) as pool:
+        # The first to come is the last to be preempted.
+        others = [
+            pool.submit(long_answer, engine, tokens((role, k), 1100), None, 500) for k in range(4)
+        ]
+        time.sleep(0.5)
+        ours = pool.submit(long_answer, engine, prompt, kept, 300)
+        answers = [one.result() for one in others]
+        said = ours.result()
+    assert metric(engine, "vllm:num_preemptions_total") > before
+    found = {"choices": [{"token_ids": said}]}
+    compare(IDS, engine, prompt, found, True, compared, max_tokens=300, ignore_eos=True)
+    for number, answer in enumerate(answers):
+        found = {"choices": [{"token_ids": answer}]}
+        compare(
+            IDS,
+            engine,
+            tokens((role, number), 1100),
+            found,
+            True,
+            compared,
+            max_tokens=500,
+            ignore_eos=True,
+        )
+    for one in faulty.engines:
+        rests(one)
+
+
+def goes_away(engine: Engine, prompt: list[int], params: Any, seconds: float) -> Any:
+    """A client that disconnects after so long; the params if it was answered before."""
+    body = {"model": engine.model, "prompt": prompt, "max_tokens": 64, "temperature": 0}
+    try:
+        with http() as client:
+            answer = client.post(
+                f"{engine.url}/v1/completions",
+                json={**body, "ignore_eos": True, "kv_transfer_params": params},
+                timeout=httpx.Timeout(30, read=seconds),
+            )
+        return answer.json()["kv_transfer_params"]
+    except httpx.ReadTimeout:
+        return None
+
+
+def test_clients_that_go_away_leave_no_block(faulty: Cluster, compared: Compared) -> None:
+    """At random moments of either leg; also while a receive and a send are both under way."""
+    p, d = faulty.prefill[0], faulty.decode[0]
+    rng = random.Random(13)
+    gone = 0
+    for number in range(ABORTS):
+        history, kept = turn(faulty, tokens(("abort", number), 300))
+        clear_cache(p)
+        prompt = history + tokens("more", 200)
+        if number % 2:
+            answered = goes_away(p, prompt, kept, rng.uniform(0.001, 0.4))
+        else:
+            answered = goes_away(d, prompt, prefill(p, prompt, kept), rng.uniform(0.001, 0.8))
+        gone += answered is None
+    assert gone >= ABORTS // 2
+    for engine in faulty.engines:
+        rests(engine)
+        check_right(engine, tokens(("abort", 0), 300), compared)
+
+
+def mixed_turn(faulty: Cluster, rng: random.Random, number: int) -> str:
+    """One turn of a kind drawn at random; its name."""
+    p, d = faulty.prefill[0], faulty.decode[0]
+    kind = rng.choice(("finished", "aborted on P", "aborted on D", "expired", "failed", "stopped"))
+    history, kept = turn(faulty, tokens(("mixed", number), rng.choice((100, 200, 400))))
+    prompt = history + tokens(number, rng.choice((1, 150)))
+    if kind == "finished":
+        turn(faulty, prompt, kept)
+    elif kind == "aborted on P":
+        goes_away(p, prompt, kept, rng.uniform(0.001, 0.2))
+    elif kind == "aborted on D":
+        goes_away(d, prompt, prefill(p, prompt, kept), rng.uniform(0.001, 0.4))
+    elif kind == "expired":
+        # Nobody ever reads what P or D keeps.
+        prefill(p, prompt, FIRST_TURN)
+    elif kind == "failed":
+        forged = {**(kept or {}), "lease_id": "d0-" + "0" * 32}
+        decode(d, prompt, prefill(p, prompt, {**FIRST_TURN, **forged}))
+    else:
+        ask(d, IDS, prompt, kv_transfer_params=prefill(p, prompt, FIRST_TURN), stop=["a", "e"])
+    return kind
+
+
+def test_mixed_turns_leak_no_block(faulty: Cluster, compared: Compared) -> None:
+    rng = random.Random(17)
+    reads = read(faulty.prefill[0])
+    kinds = {mixed_turn(faulty, rng, number) for number in range(TURNS)}
+    assert len(kinds) == 6
+    assert read(faulty.prefill[0]) > reads
+    for engine in faulty.engines:
+        rests(engine)
+        check_right(engine, tokens("after all", 300), compared)

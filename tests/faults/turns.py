@@ -1,0 +1,69 @@
+"""The two legs of a turn, sent without a router: so that a test chooses what happens between."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from tests.e2e.oracle import IDS, Compared, ask, compare
+from tests.e2e.turns import metric
+from tools.cluster import Cluster, Engine
+from tools.cluster.tokenizer import GENERATED_IDS
+
+FIRST_TURN = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def tokens(seed: object, count: int) -> list[int]:
+    return random.Random(str(seed)).choices(GENERATED_IDS, k=count)
+
+
+def prefill(engine: Engine, prompt: list[int], params: Any) -> Any:
+    """P's leg; its kv_transfer_params."""
+    answer = ask(engine, IDS, prompt, max_tokens=1, kv_transfer_params=params)
+    return answer["kv_transfer_params"]
+
+
+def decode(engine: Engine, prompt: list[int], params: Any, **extra: Any) -> tuple[list[int], Any]:
+    """D's leg; what it said, and its kv_transfer_params."""
+    answer = ask(engine, IDS, prompt, kv_transfer_params=params, **extra)
+    return IDS.pieces(answer), answer["kv_transfer_params"]
+
+
+def turn(pair: Cluster, prompt: list[int], params: Any = None) -> tuple[list[int], Any]:
+    """Both legs; the history with the answer, and D's params for the next turn."""
+    handed = prefill(pair.prefill[0], prompt, params or FIRST_TURN)
+    said, kept = decode(pair.decode[0], prompt, handed)
+    return prompt + said, kept
+
+
+@contextmanager
+def in_background(work: Any, *args: Any) -> Iterator[Future[Any]]:
+    """Run it in a thread; whatever happens, it has ended when the block is left."""
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(work, *args)
+
+
+def check_right(engine: Engine, prompt: list[int], compared: Compared) -> None:
+    """A plain request for the prompt, which may use the prefix cache, equals a recompute."""
+    compare(IDS, engine, prompt, ask(engine, IDS, prompt), True, compared)
+
+
+def lost(engine: Engine, reason: str) -> float:
+    """How many read-backs the engine has recomputed for this reason."""
+    return metric(engine, "vllm:bidir_read_back_total", outcome="recompute", reason=reason)
+
+
+def read(engine: Engine) -> float:
+    """How many read-backs the engine has made."""
+    return metric(engine, "vllm:bidir_read_back_total", outcome="read")
+
+
+def wait_until(true: Any, seconds: float, what: str) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, f"not within {seconds:.0f} s: {what}"
+        time.sleep(0.1)

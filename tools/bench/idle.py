@@ -1,0 +1,197 @@
+"""What it costs a decode engine to hold finished turns: cycles while it rests, and the next TTFT.
+
+Two arms in one run: the stock base release and ours. Each starts one engine on the CPU, and
+measures it first empty, then holding turns. "Engine" is EngineCore and worker, without the API
+server.
+
+example:
+  python -m tools.bench.idle --seconds 30 --turns 10 --json idle.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.build.errors import BuildError
+from tools.build.fetch import fetch
+from tools.build.pipeline import Checkout, Options, select
+from tools.cluster import ClusterError, ClusterOptions, Engine, cluster
+from tools.cluster.guard import members
+from tools.cluster.tokenizer import GENERATED_IDS
+
+ROOT = Path(__file__).resolve().parents[2]
+TURN_TOKENS = 500
+HELD_S = 480
+Say = Callable[[str], None]
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One state of an engine: share of a core that it takes, and ms to a short answer (median)."""
+
+    engine_share: float
+    api_share: float
+    answer_ms: float
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time that a process has taken, user and system; 0 once it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    # utime and stime are fields 14 and 15 (proc(5)); the name may hold spaces.
+    fields = stat.rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def shares(engine: Engine, seconds: float) -> tuple[float, float]:
+    """Share of a core that the engine's processes and its API server take over `seconds`."""
+
+    def taken() -> tuple[float, float]:
+        others = [pid for pid in members(engine.pid) if pid != engine.pid]
+        return sum(map(cpu_seconds, others)), cpu_seconds(engine.pid)
+
+    before, begun = taken(), time.monotonic()
+    time.sleep(seconds)
+    after, passed = taken(), time.monotonic() - begun
+    return (after[0] - before[0]) / passed, (after[1] - before[1]) / passed
+
+
+def complete(engine: Engine, prompt: list[int], **more: Any) -> float:
+    """One greedy completion; seconds until the whole answer is there."""
+    body = {"model": engine.model, "prompt": prompt, "max_tokens": 1, "temperature": 0, **more}
+    connection = http.client.HTTPConnection(engine.host, engine.port, timeout=120)
+    begun = time.monotonic()
+    try:
+        connection.request(
+            "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+        )
+        response = connection.getresponse()
+        text = response.read()
+    finally:
+        connection.close()
+    if response.status != http.client.OK:
+        raise ClusterError(f"{engine.name} answered {response.status}: {text[:500]!r}")
+    return time.monotonic() - begun
+
+
+def sample(engine: Engine, seconds: float, requests: int) -> Sample:
+    """Rest first, then short requests with pauses, so that each finds a resting engine."""
+    time.sleep(3)  # what start-up or the last request has left to do
+    engine_share, api_share = shares(engine, seconds)
+    times = []
+    for number in range(requests):
+        times.append(complete(engine, [GENERATED_IDS[number % len(GENERATED_IDS)]] * 8))
+        time.sleep(0.05)
+    return Sample(engine_share, api_share, statistics.median(times) * 1000)
+
+
+def hold(engine: Engine, turns: int) -> None:
+    """Finish turns that the engine keeps: as a decode node does that served a prompt alone."""
+    rng = random.Random(1)
+    for _ in range(turns):
+        prompt = rng.choices(GENERATED_IDS, k=TURN_TOKENS)
+        params = {"do_remote_prefill": False, "do_remote_decode": False, "readback": 1}
+        complete(engine, prompt, max_tokens=8, kv_transfer_params=params)
+
+
+def measure(
+    env: dict[str, str], folder: Path, turns: int, seconds: float, requests: int, say: Say
+) -> dict[str, Sample]:
+    """Start an engine, sample it empty and holding."""
+    options = ClusterOptions(
+        env=env, kv_connector_extra_config={"decoder_kv_blocks_ttl": HELD_S}, max_model_len=2048
+    )
+    with cluster(prefill=0, decode=1, options=options, log_folder=folder, report=say) as running:
+        (engine,) = running.engines
+        complete(engine, [GENERATED_IDS[0]] * 8)
+        say(f"empty: {seconds:.0f} s at rest, {requests} requests")
+        empty = sample(engine, seconds, requests)
+        hold(engine, turns)
+        say(f"holding {turns} turns: {seconds:.0f} s at rest, {requests} requests")
+        return {"empty": empty, "holding": sample(engine, seconds, requests)}
+
+
+def table(arms: dict[str, dict[str, Sample]]) -> str:
+    """One row per arm and state, and what holding adds."""
+    lines = [f"{'':8}{'':10}{'engine':>12}{'API server':>12}{'answer':>12}"]
+    for arm, states in arms.items():
+        for state, found in states.items():
+            lines.append(
+                f"{arm:8}{state:10}{found.engine_share:11.1%} {found.api_share:11.1%} "
+                f"{found.answer_ms:8.1f} ms"
+            )
+        empty, holding = states["empty"], states["holding"]
+        lines.append(
+            f"{arm:8}{'adds':10}{holding.engine_share - empty.engine_share:11.1%} "
+            f"{holding.api_share - empty.api_share:11.1%} "
+            f"{holding.answer_ms - empty.answer_ms:8.1f} ms"
+        )
+    return "\n".join(lines)
+
+
+def stock_tree(scratch: Path, say: Say) -> Path:
+    """The base release, unpacked: first on the path, it stands in for the installed one."""
+    options = Options.from_environment({**os.environ, "DEVICE": "cpu"}, Path("dist"))
+    pins, base, _ = select(Checkout(ROOT), options)
+    wheel = fetch(pins, base, options.cache, options.upstream_wheel, say)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(
+            scratch, [name for name in archive.namelist() if name.startswith("vllm/")]
+        )
+    return scratch
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench.idle",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seconds", type=float, default=30.0, help="of rest (default 30)")
+    parser.add_argument("--turns", type=int, default=10, help="held turns (default 10)")
+    parser.add_argument("--requests", type=int, default=100, help="short ones (default 100)")
+    parser.add_argument("--json", type=Path, help="also write every figure to this file")
+    args = parser.parse_args()
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    arms: dict[str, dict[str, Sample]] = {}
+    with tempfile.TemporaryDirectory(prefix="bench-idle-") as scratch:
+        try:
+            stock = stock_tree(Path(scratch) / "stock", say)
+            for arm, env in (("stock", {"PYTHONPATH": str(stock)}), ("ours", {})):
+                say(f"{arm}: starting")
+                folder = Path(scratch) / arm / "logs"
+                arms[arm] = measure(env, folder, args.turns, args.seconds, args.requests, say)
+        except (BuildError, ClusterError) as error:
+            print(error, file=sys.stderr)
+            return 1
+    print(table(arms))
+    if args.json:
+        data = {
+            arm: {state: asdict(found) for state, found in states.items()}
+            for arm, states in arms.items()
+        }
+        args.json.write_text(json.dumps({"turns": args.turns, "arms": data}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
