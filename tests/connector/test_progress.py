@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.bidir.connector.progress import waiting_between_looks
+from vllm.bidir.connector.progress import CPU_DELAY_US, delay_us, waiting_between_looks
 from vllm.distributed.nixl_utils import NixlWrapper, nixl_agent_config
 
 
@@ -54,3 +54,11 @@ def test_another_nixl_is_left_as_it_is(unknown: Any, caplog: pytest.LogCaptureFi
     with waiting_between_looks(unknown, 100):
         pass
     assert "left as it is" in caplog.text
+
+
+def test_it_waits_by_itself_only_where_links_wake_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert delay_us(None) == CPU_DELAY_US
+    assert delay_us(0) == 0
+    monkeypatch.setattr("vllm.bidir.connector.progress.current_platform.is_cpu", lambda: False)
+    assert delay_us(None) == 0
+    assert delay_us(50) == 50

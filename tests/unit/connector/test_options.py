@@ -18,7 +18,7 @@ def config(connector: str = "NixlConnector", role: str | None = "kv_both", **ext
 
 
 def test_without_options_the_defaults_hold() -> None:
-    assert read_options(config()) == Options(timeout_s=2.0, progress_delay_us=100)
+    assert read_options(config()) == Options(timeout_s=2.0, progress_delay_us=None)
     assert not is_on(config())
 
 
@@ -56,6 +56,11 @@ def test_what_cannot_be_meant_is_refused_by_name(name: str, value: Any) -> None:
 def test_the_switch_is_true_or_false(value: Any) -> None:
     with pytest.raises(ValueError, match="bidirectional_kv_xfer must be true or false"):
         is_on(config(bidirectional_kv_xfer=value))
+
+
+@pytest.mark.parametrize("value", [0, 100])
+def test_the_progress_delay_is_microseconds(value: int) -> None:
+    assert read_options(config(nixl_progress_delay=value)).progress_delay_us == value
 
 
 def test_a_threshold_of_zero_is_allowed() -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.bidir.connector import agents
 from vllm.bidir.connector.options import read_options
-from vllm.bidir.connector.progress import waiting_between_looks
+from vllm.bidir.connector.progress import delay_us, waiting_between_looks
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     NixlAgentMetadata,
     NixlConnectorMetadata,
@@ -43,7 +43,7 @@ class MeetingWorker(NixlPullConnectorWorker):
     ) -> None:
         assert vllm_config.kv_transfer_config is not None  # else no connector
         self.options = read_options(vllm_config.kv_transfer_config)
-        with waiting_between_looks(NixlWrapper, self.options.progress_delay_us):
+        with waiting_between_looks(NixlWrapper, delay_us(self.options.progress_delay_us)):
             super().__init__(vllm_config, engine_id, kv_cache_config)
         # The base has one thread, in which a silent peer delays the handshakes with all others.
         self._handshake_initiation_executor.shutdown(wait=False)

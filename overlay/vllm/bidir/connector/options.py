@@ -20,7 +20,6 @@ SWITCH = "bidirectional_kv_xfer"
 TIMEOUT = "read_back_timeout"
 DEFAULT_TIMEOUT_S = 2.0
 PROGRESS_DELAY = "nixl_progress_delay"
-DEFAULT_PROGRESS_DELAY_US = 100
 _LONGEST_S = 7 * 24 * 3600.0
 
 
@@ -28,10 +27,10 @@ _LONGEST_S = 7 * 24 * 3600.0
 class Options:
     """`timeout_s`: seconds for HOLD and handshake together, and for CONFIRM; also the shortest
     bound of a READ. `progress_delay_us`: microseconds that NIXL's progress thread waits between
-    two looks at its links; 0: it never waits, as NIXL has it."""
+    two looks at its links; 0: it never waits, as NIXL has it; None: as the platform does best."""
 
     timeout_s: float
-    progress_delay_us: int
+    progress_delay_us: int | None
 
 
 def is_on(config: KVTransferConfig) -> bool:
@@ -57,9 +56,10 @@ def read_options(config: KVTransferConfig) -> Options:
     _number(config, "kv_recompute_threshold", 64, least=0, unit="tokens")
     _number(config, "decoder_kv_blocks_ttl", 480, least=0, above=True)
     _number(config, "kv_lease_duration", 30, least=0, above=True)
+    delay = config.get_from_extra_config(PROGRESS_DELAY, None)
     return Options(
         _number(config, TIMEOUT, DEFAULT_TIMEOUT_S, least=0, above=True),
-        int(_number(config, PROGRESS_DELAY, DEFAULT_PROGRESS_DELAY_US, least=0, unit="µs")),
+        None if delay is None else int(_number(config, PROGRESS_DELAY, 0, least=0, unit="µs")),
     )
 
 
