@@ -87,6 +87,18 @@ bench-build: $(BUILD_ENV)/.made ## time and memory of a build against repacking 
 bench-idle: $(TEST_ENV)/.made ## what holding finished turns costs an idle engine, stock and ours
 	@$(TEST_PY) -m tools.bench.idle
 
+# With a GPU the CUDA wheel, in an environment of its own; else the CPU wheel.
+BENCH_ENV := $(if $(shell command -v nvidia-smi),.venv-cuda,$(TEST_ENV))
+
+.PHONY: bench bench-smoke
+bench: $(BENCH_ENV)/.made ## read-back off and on, with a report: build/bench/report/ [ARGS=…]
+	@PYTHONDONTWRITEBYTECODE=1 $(BENCH_ENV)/bin/python -m tools.bench run $(ARGS)
+
+bench-smoke: $(TEST_ENV)/.made ## the same in its smallest form, as a test
+	$(PYTEST) tests/bench
+
+test: bench-smoke
+
 clean: ## remove build results and environments (the download cache stays)
 	rm -rf build dist $(BUILD_ENV) $(TEST_ENV)
 
@@ -117,4 +129,12 @@ $(TEST_ENV)/.base: tools/requirements/test.txt tools/requirements/build.txt | bu
 $(TEST_ENV)/.made: $(TEST_ENV)/.base build/cpu-wheel.made
 	@$(TEST_PY) -m pip install -q --force-reinstall --no-deps $(CPU_WHEEL)
 	@$(TEST_PY) -m tools.build check-installed --manifest $(CPU_WHEEL:.whl=.manifest.json)
+	@touch $@
+
+.venv-cuda/.made: $(BUILD_ENV)/.made $(WHEEL_INPUTS)
+	@DEVICE=cuda ARCH=$(shell uname -m) $(TOOL) wheel
+	@echo "setting up .venv-cuda: torch, vllm's requirements, nixl (several minutes)" >&2
+	@$(PYTHON) -m venv .venv-cuda
+	@.venv-cuda/bin/python -m pip install -q --upgrade 'pip>=23.1'
+	@.venv-cuda/bin/python -m pip install -q dist/vllm-*+bidir.*_$(shell uname -m).whl nixl==1.4.1 'matplotlib>=3.8'
 	@touch $@

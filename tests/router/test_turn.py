@@ -15,6 +15,7 @@ from vllm.bidir.router.options import Address
 
 from tests.router.conftest import BODY, MakeSetup, Setup
 from tests.router.fake_engine import P_PARAMS, FakeEngine, as_client_sees, d_params, event
+from tools.bench.logs import conversation_digest, read_router
 
 
 async def test_p_computes_one_token_and_d_gets_the_clients_request(setup: Setup) -> None:
@@ -434,6 +435,23 @@ async def test_operators_find_the_log_lines_they_know(
     assert "cache MISS" in caplog.text and "cache HIT" in caplog.text
     assert "Prefill done in " in caplog.text
     assert "secret" not in caplog.text
+
+
+async def test_log_lines_of_a_turn_begin_with_the_clients_request_id(
+    setup: Setup, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The benchmark joins by it, and by the conversation's digest where a client gives no id."""
+    caplog.set_level("INFO")
+    for name in ("turn-1", "turn-2"):
+        await setup.ask(headers={"X-Request-Id": name}, conversation_id="c1")
+    await setup.ask(headers={"Authorization": "Bearer on-0-2048"}, conversation_id="CONV_ID_0")
+    router = read_router("\n".join(record.getMessage() for record in caplog.records))
+    first, second = (router.by_request[name] for name in ("turn-1", "turn-2"))
+    assert (first.decision, first.reason, second.decision) == ("miss", "first_turn", "hit")
+    assert first.prefill_ms is not None and second.prefill_ms is not None
+    own = conversation_digest("", "c1")
+    assert [router.by_turn[own, number] for number in (1, 2)] == ["turn-1", "turn-2"]
+    assert router.of_turn(conversation_digest("Bearer on-0-2048", "CONV_ID_0"), 1) is not None
 
 
 async def test_many_turns_at_once_are_kept_apart(setup: Setup) -> None:

@@ -1,4 +1,4 @@
-"""A demo as a process whose descendants can all be found again."""
+"""A command as a process whose descendants can all be found again."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _MARK = "DEMO_TEST_MARK"
 
 
 @dataclass(frozen=True)
-class MarkedDemo:
-    """A started demo. All that descends from it carries ``mark`` in its environment."""
+class Marked:
+    """A started command. All that descends from it carries ``mark`` in its environment."""
 
     process: subprocess.Popen[str]
     mark: str
 
     def running(self) -> list[str]:
-        """Command lines of the processes that still run, the demo's own included."""
+        """Command lines of the processes that still run, its own included."""
         return [line for line in map(self._command_line, Path("/proc").iterdir()) if line]
 
     def _command_line(self, entry: Path) -> str:
@@ -40,15 +40,19 @@ class MarkedDemo:
         return line.decode(errors="replace") if marked else ""
 
 
-def start(arguments: Sequence[str | Path], env: Mapping[str, str] | None = None) -> MarkedDemo:
-    """Run ``python -m tools.demo`` with these arguments, its output in pipes."""
+def start(
+    arguments: Sequence[str | Path],
+    env: Mapping[str, str] | None = None,
+    module: str = "tools.demo",
+) -> Marked:
+    """Run ``python -m MODULE`` with these arguments, its output in pipes."""
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
-        [sys.executable, "-m", "tools.demo", *map(str, arguments)],
+        [sys.executable, "-m", module, *map(str, arguments)],
         cwd=_ROOT,
         env={**os.environ, **(env or {}), _MARK: mark},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    return MarkedDemo(process, mark)
+    return Marked(process, mark)
