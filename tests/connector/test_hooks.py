@@ -6,9 +6,11 @@ import contextlib
 import random
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm.bidir.connector.connector import BidirConnector
+from vllm.bidir.connector.hooks import check_kv_transfer_params, recomputes_failed_load
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlPullConnector, NixlPushConnector
@@ -20,6 +22,15 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from tests.connector.sim import Engine, vllm_config
 from tests.connector.test_simulated import finished_turn, numbers
+
+HANDOVER = {
+    "do_remote_prefill": True,
+    "remote_engine_id": "p",
+    "remote_request_id": "r",
+    "remote_host": "127.0.0.1",
+    "remote_port": 5600,
+    "remote_block_ids": [[1]],
+}
 
 
 def chosen(name: str, **extra: object) -> type:
@@ -123,6 +134,36 @@ async def test_a_rejected_request_does_not_reach_another_host_either(
     )
     with contextlib.suppress(VLLMValidationError):
         await AsyncLLM.notify_kv_transfer_request_rejected(
-            frontend, "r", {"do_remote_prefill": True, "remote_host": host}
+            frontend, "r", {**HANDOVER, "remote_host": host}
         )
     assert len(sent) == told
+
+
+def multi(*children: dict[str, object]) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": list(children)},
+    )
+
+
+def test_kv_peers_hold_within_a_multi_connector_too() -> None:
+    child = {
+        "kv_connector": "NixlConnector",
+        "kv_connector_extra_config": {"kv_peers": ["10.0.0.1"]},
+    }
+    config: Any = SimpleNamespace(kv_transfer_config=multi({"kv_connector": "Other"}, child))
+    check_kv_transfer_params(config, {**HANDOVER, "remote_host": "10.0.0.1"})
+    with pytest.raises(VLLMValidationError, match="kv_peers"):
+        check_kv_transfer_params(config, {**HANDOVER, "remote_host": "evil.example"})
+
+
+def test_other_connectors_params_are_their_own() -> None:
+    other = KVTransferConfig(kv_connector="MoRIIOConnector", kv_role="kv_consumer")
+    config: Any = SimpleNamespace(kv_transfer_config=other)
+    check_kv_transfer_params(config, {"do_remote_prefill": True, "remote_block_ids": [1, 2]})
+
+
+def test_another_connectors_failed_load_keeps_its_policy() -> None:
+    request: Any = SimpleNamespace(kv_transfer_params={"do_remote_decode": True})
+    assert not recomputes_failed_load(SimpleNamespace(), request)

@@ -101,3 +101,17 @@ def test_nobody_there_is_a_timeout_within_the_bound(port: int) -> None:
     asked = peer.hold(HOST, port, "d0-1", 0.3)
     assert asked.reason is Reason.TIMEOUT
     assert asked.seconds < 3
+
+
+def test_a_huge_message_is_cut_off_before_it_is_taken_in(kept: KeptTurns, port: int) -> None:
+    """One that were merely too long to be understood would be answered with nothing."""
+    context = zmq.Context()
+    request = context.socket(zmq.REQ)
+    request.setsockopt(zmq.LINGER, 0)
+    request.setsockopt(zmq.RCVTIMEO, 1000)
+    request.connect(f"tcp://127.0.0.1:{port}")
+    request.send(b"x" * (1 << 20))
+    with pytest.raises(zmq.Again):
+        request.recv_multipart()
+    context.destroy(linger=0)
+    assert peer.hold("127.0.0.1", port, "nobody", 5.0).reason is Reason.HOLD_LOST

@@ -106,35 +106,82 @@ def test_an_engine_is_known_by_address_and_agents(bare: Bare) -> None:
     assert not bare.is_met("nobody", ADDRESS, [digest(b"d@10.0.0.1")])
 
 
-def handover(bare: Bare, engine: str, agents: list[bytes], monkeypatch: Any) -> list[str]:
-    """A handover from this engine, whose params name these agents; whom the base still knows."""
-    known: list[str] = []
-    monkeypatch.setattr(
-        NixlPullConnectorWorker,
-        "start_load_kv",
-        lambda self, meta: known.extend(bare._remote_agents),
-    )
-    remote = SimpleNamespace(engine_id=engine)
-    metadata = SimpleNamespace(
-        reqs_to_recv={"r": SimpleNamespace(remote=remote)}, agents={"r": tuple(agents)}
-    )
-    bare.start_load_kv(metadata)
-    return known
+def order(engine: str, agents: list[bytes] | None, address: tuple[str, int] = ADDRESS) -> Any:
+    """A handover from this engine; its params name these agents."""
+    remote = SimpleNamespace(engine_id=engine, host=address[0], port=address[1])
+    named = {} if agents is None else {"r": tuple(agents)}
+    return SimpleNamespace(reqs_to_recv={"r": SimpleNamespace(remote=remote)}, agents=named)
+
+
+@pytest.fixture
+def base(bare: Bare, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the base reads; it meets whom it does not know yet, and waits for them."""
+    read: list[str] = []
+
+    def start(self: Bare, metadata: Any) -> None:
+        for name, meta in metadata.reqs_to_recv.items():
+            if meta.remote.engine_id not in self._remote_agents:
+                meet(self, meta.remote.engine_id, (meta.remote.host, meta.remote.port))
+            self._read_blocks_for_req(name, meta)
+
+    def read_blocks(self: Bare, name: str, meta: Any) -> None:
+        read.append(meta.remote.host)
+
+    def fail(self: Bare, name: str, handle: Any) -> None:
+        self._failed_recv_reqs.put(name)
+
+    monkeypatch.setattr(NixlPullConnectorWorker, "start_load_kv", start)
+    monkeypatch.setattr(NixlPullConnectorWorker, "_read_blocks_for_req", read_blocks)
+    monkeypatch.setattr(NixlPullConnectorWorker, "_handle_failed_transfer", fail)
+    return read
 
 
 def test_a_restarted_prefill_node_is_met_anew_before_a_handover(
-    bare: Bare, monkeypatch: pytest.MonkeyPatch
+    bare: Bare, base: list[str]
 ) -> None:
     meet(bare, "p2")
-    assert handover(bare, "p2", [digest(b"p2@10.0.0.1")], monkeypatch) == ["p2"]
-    assert handover(bare, "p2", [digest(b"restarted")], monkeypatch) == []
-    assert bare._addresses == {} and bare._agents == {}
+    bare._agents["p2"] = {0: digest(b"before the restart")}
+    bare.start_load_kv(order("p2", [digest(b"p2@10.0.0.1")]))
+    assert base == ["10.0.0.1"]
+    assert bare.is_met("p2", ADDRESS, [digest(b"p2@10.0.0.1")])
 
 
-def test_a_handover_from_whom_nobody_has_met_is_the_bases_own(
-    bare: Bare, monkeypatch: pytest.MonkeyPatch
+def test_a_handover_of_a_process_that_is_gone_is_not_read_from_its_successor(
+    bare: Bare, base: list[str]
 ) -> None:
-    assert handover(bare, "p2", [digest(b"x")], monkeypatch) == []
+    """The blocks that it names are the old process's."""
+    meet(bare, "p2")
+    bare.start_load_kv(order("p2", [digest(b"before the restart")]))
+    assert base == []
+    assert bare._failed_recv_reqs.get_nowait() == "r"
+    assert bare._named == {}
+
+
+def test_a_handover_of_another_engine_of_the_same_id_is_not_read_from_the_first(
+    bare: Bare, base: list[str]
+) -> None:
+    """The first is being read from, so that it cannot be forgotten now."""
+    meet(bare, "p2")
+    bare._recving_transfers["r0"] = [1]
+    bare._recving_metadata["r0"] = SimpleNamespace(remote=SimpleNamespace(engine_id="p2"))
+    bare.start_load_kv(order("p2", [digest(b"p2@10.0.0.2")], ("10.0.0.2", 5600)))
+    assert base == []
+    assert bare._failed_recv_reqs.get_nowait() == "r"
+
+
+def test_a_handover_whose_engine_was_forgotten_meanwhile_fails_by_itself(
+    bare: Bare, base: list[str]
+) -> None:
+    meta = order("p2", None).reqs_to_recv["r"]
+    bare._read_blocks_for_req("r", meta)
+    assert base == []
+    assert bare._failed_recv_reqs.get_nowait() == "r"
+
+
+def test_a_handover_that_names_no_agents_is_the_bases_own(bare: Bare, base: list[str]) -> None:
+    """From a stock prefill node."""
+    bare.start_load_kv(order("p2", None))
+    assert base == ["10.0.0.1"]
 
 
 def test_an_engine_is_not_forgotten_while_it_is_read_from(bare: Bare) -> None:

@@ -424,7 +424,10 @@ def test_whatever_happens_in_a_thread_an_answer_arrives(
 
 
 def test_a_silent_peer_is_not_asked_again_at_once(bare: Bare) -> None:
-    hold(bare, peer.Asked(reason=Reason.TIMEOUT))
+    arrived(bare._questions.holds)
+    silent = peer.Asked(reason=Reason.TIMEOUT, address=(SOURCE.host, SOURCE.port))
+    bare._questions.holds.put(("r", silent))
+    bare._advance()
     bare.lost()
     bare._order("r2", ORDER)
     assert bare._reads["r2"].lost is Reason.PEER_GONE
@@ -468,3 +471,49 @@ def test_a_handover_whose_params_do_not_fit_fails_by_itself(
     bare._read_blocks(spec, "d", "handover", "x", 1, 2, 1)
     assert read == (["handover"] if fits else [])
     assert ("handover" in bare.lost()[1]) is not fits
+
+
+def test_an_engine_is_not_forgotten_while_a_read_from_it_is_confirmed(bare: Bare) -> None:
+    """Else what the read-back still needs to know of it is gone when CONFIRM is answered."""
+    hold(bare)
+    assert bare.finish()[0] == set()
+    bare._order("r2", ORDER)
+    arrived(bare._questions.holds, "r2")
+    bare._held("r2", peer.Asked(hold=answer(agents=[b"two"])))
+    assert bare.cleaned == []
+    assert bare._reads["r2"].lost is Reason.PEER_GONE
+    confirm(bare)
+    assert "r" in bare.finish()[0]
+
+
+def test_a_question_that_nobody_has_asked_yet_blames_nobody(bare: Bare) -> None:
+    """It may have waited behind those for a dead peer."""
+    arrived(bare._questions.holds)
+    time.sleep(TIMEOUT_S)
+    bare._advance()
+    assert bare._reads["r"].lost is Reason.TIMEOUT
+    assert not bare._questions.is_silent(SOURCE)
+
+
+def test_a_late_answer_says_that_the_peer_is_there(bare: Bare) -> None:
+    address = (SOURCE.host, SOURCE.port)
+    arrived(bare._questions.holds)
+    bare._questions.not_heard(address)
+    time.sleep(TIMEOUT_S)
+    bare._advance()
+    bare._questions.holds.put(("r", peer.Asked(hold=answer(), address=address)))
+    bare._advance()
+    assert not bare._questions.is_silent(SOURCE)
+
+
+def test_a_transfer_that_cannot_be_released_ends_no_engine(
+    bare: Bare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(handle: int) -> None:
+        raise RuntimeError("in use")
+
+    given_up(bare)
+    monkeypatch.setattr(bare.nixl_wrapper, "release_xfer_handle", refuse)
+    for _ in range(4):
+        bare.finish()
+    assert bare._given_up.engines() == set()

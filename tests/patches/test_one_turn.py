@@ -6,9 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.bidir.server.one_turn import drop_params
+from vllm.config import KVTransferConfig
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.sampling_params import SamplingParams
 
 PREFILLED = {"do_remote_prefill": True, "remote_host": "p"}
 PREFILL = {"do_remote_decode": True}
@@ -76,3 +79,18 @@ async def test_a_prefill_for_several_keeps_nothing(make: Any) -> None:
 @pytest.mark.parametrize("params", [PREFILLED, PREFILL])
 async def test_one_prompt_with_one_answer_is_a_turn(make: Any, params: Any) -> None:
     assert await serve(make(params)) == (params, [])
+
+
+@pytest.mark.parametrize(("connector", "kept"), [("NixlConnector", False), ("Other", True)])
+def test_params_of_a_request_that_fans_out_are_dropped_on_any_way(
+    connector: str, kept: bool
+) -> None:
+    """APIs that name `n` elsewhere come to the same point; other connectors keep their ways."""
+    config: Any = SimpleNamespace(
+        kv_transfer_config=KVTransferConfig(kv_connector=connector, kv_role="kv_both")
+    )
+    given = {"kv_transfer_params": PREFILLED, "other": 1}
+    params = SamplingParams(n=2, extra_args=given)
+    drop_params(config, params)
+    assert params.extra_args == (given if kept else {"other": 1})
+    assert given == {"kv_transfer_params": PREFILLED, "other": 1}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import KVTransferConfig
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
@@ -16,11 +18,19 @@ KEPT = {"lease_id": "d0-1"}
 TRANSFER = {"do_remote_prefill": True}
 
 
+def engine_config(**extra: Any) -> Any:
+    transfer = KVTransferConfig(
+        kv_connector="NixlConnector", kv_role="kv_both", kv_connector_extra_config=extra
+    )
+    return SimpleNamespace(kv_transfer_config=transfer)
+
+
 @dataclass
 class FakeEngine:
     """Records what the frontend tells the engine."""
 
     finished: list[str] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
     fails: bool = False
 
     async def call_utility_async(self, method: str, request_ids: list[str]) -> None:
@@ -28,6 +38,9 @@ class FakeEngine:
         if self.fails:
             raise RuntimeError("shutting down")
         self.finished += request_ids
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
 
 
 @dataclass
@@ -40,6 +53,8 @@ class Frontend:
 
     def __post_init__(self) -> None:
         self.processor = OutputProcessor(self.tokenizer, log_stats=False)
+        if hasattr(self.processor, "held_outputs"):
+            self.processor.held_outputs.set_up(engine_config(bidirectional_kv_xfer=True))
 
     def admit(self, name: str, transfer: Any = TRANSFER, stop: str = "world") -> Any:
         extra = None if transfer is None else {"kv_transfer_params": transfer}
@@ -158,6 +173,16 @@ async def test_an_engine_that_refuses_still_gives_the_client_its_text(frontend: 
     output = queue.get_nowait()
     assert output.finished and output.outputs[0].text.strip() == "Hello big"
     assert output.kv_transfer_params is None
+    assert frontend.engine.aborted == ["r"], "else it goes on for nobody"
+
+
+@pytest.mark.parametrize("config", [engine_config(), SimpleNamespace(kv_transfer_config=None)])
+async def test_without_read_back_nothing_waits(frontend: Frontend, config: Any) -> None:
+    frontend.processor.held_outputs.set_up(config)
+    queue = frontend.admit("r")
+    await frontend.hear(frontend.said("r", "Hello big world"))
+    assert frontend.aborted == ["r"]
+    assert queue.get_nowait().finished
 
 
 async def test_whoever_waits_hears_that_the_engine_is_dead(frontend: Frontend) -> None:

@@ -7,6 +7,15 @@ from typing import Any
 import pytest
 from vllm.bidir.connector.peers import check_host, check_peers, check_shape
 
+HANDOVER = {
+    "do_remote_prefill": True,
+    "remote_engine_id": "p",
+    "remote_request_id": "r",
+    "remote_host": "h",
+    "remote_port": 5600,
+    "remote_block_ids": [[1]],
+    "remote_blocks_expiry_time": 12.5,
+}
 PEERS = ["decode-0.example", "10.0.0.0/24", "192.0.2.7", "fd00::/8"]
 
 
@@ -60,6 +69,15 @@ def test_an_option_that_cannot_be_used_is_named(entries: Any) -> None:
         {"remote_block_ids": [[-1]]},
         {"remote_block_ids": [[True]]},
         {"remote_block_ids": [[1], None]},
+        {"tp_size": 10**9},
+        {"pp_size": 0},
+        {"remote_port": -1},
+        {"remote_port": 65536},
+        {"remote_num_tokens": -1},
+        {"remote_blocks_expiry_time": "x"},
+        {"do_remote_prefill": True},
+        {**HANDOVER, "remote_block_ids": []},
+        {**HANDOVER, "remote_host": None},
     ],
 )
 def test_params_of_the_wrong_shape_are_refused(transfer: Any) -> None:
@@ -71,6 +89,7 @@ def test_params_of_the_wrong_shape_are_refused(transfer: Any) -> None:
 def test_params_as_engines_and_routers_send_them_pass() -> None:
     check_shape({"do_remote_decode": True, "remote_engine_id": None, "remote_port": None})
     check_shape({"remote_engine_id": "d", "remote_host": "h", "remote_port": 1, "tp_size": 1})
+    check_shape(HANDOVER)
     check_shape({"remote_block_ids": [[1, 2], []]})
     check_shape({"remote_block_ids": []})
     check_shape({"remote_block_ids": None})

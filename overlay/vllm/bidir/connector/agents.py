@@ -40,6 +40,8 @@ def parse_agents(value: object) -> tuple[bytes, ...] | None:
 
 def are_met(met: Mapping[int, bytes], agents: Sequence[bytes]) -> bool:
     """Whether all agents that were met, by rank, are among the engine's own."""
-    return bool(met) and all(
-        0 <= rank < len(agents) and agents[rank] == agent for rank, agent in met.items()
+    # A copy: a handshake's thread may be adding a rank.
+    ranks = list(met.items())
+    return bool(ranks) and all(
+        0 <= rank < len(agents) and agents[rank] == agent for rank, agent in ranks
     )

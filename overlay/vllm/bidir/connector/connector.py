@@ -47,11 +47,6 @@ class BidirConnector(NixlPullConnector):
         else:
             self.connector_worker = BidirWorker(vllm_config, self.engine_id, kv_cache_config)
 
-    def end_kept_turns(self) -> None:
-        """What kept blocks hold is about to lose its meaning: no reader may be told it stands."""
-        if isinstance(self.connector_scheduler, BidirScheduler):
-            self.connector_scheduler.kept.end_all()
-
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         if isinstance(self.connector_scheduler, BidirScheduler):
             self.connector_scheduler.written.bind(gpu_block_pool)

@@ -53,7 +53,7 @@ def parse_source(params: dict[str, Any]) -> Source | Reason:
     sizes = [params.get(key, 1) for key in ("tp_size", "dcp_size", "pp_size")]
     if (
         proof is None
-        or not all(isinstance(text, str) and 0 < len(text) <= _MAX_TEXT for text in texts)
+        or not all(_is_text(text) for text in texts)
         or not _is_int(port, 1, 65535)
         or not all(_is_int(size, 1, 1024) for size in sizes)
     ):
@@ -93,6 +93,11 @@ def gain(matched: Match, local_tokens: int, threshold: int) -> tuple[int, Reason
     if gained <= 0 or gained < threshold:
         return 0, Reason.BELOW_THRESHOLD
     return gained, None
+
+
+def _is_text(value: object) -> bool:
+    # Printable, since ids and hosts stand in log lines.
+    return isinstance(value, str) and 0 < len(value) <= _MAX_TEXT and value.isprintable()
 
 
 def _is_int(value: object, low: int, high: int) -> bool:

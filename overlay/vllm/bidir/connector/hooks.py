@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm.bidir.connector.options import is_on, read_options
 from vllm.bidir.connector.peers import OPTION, check_host, check_shape
 from vllm.exceptions import VLLMValidationError
+from vllm.v1.core.sched.interface import PauseState
 
 if TYPE_CHECKING:
+    from vllm.bidir.connector.rest import Rest
     from vllm.bidir.connector.scheduler import BidirScheduler
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.sampling_params import SamplingParams
@@ -34,29 +37,39 @@ def select_connector(connector_cls: Any, kv_transfer_config: KVTransferConfig) -
     return BidirConnector
 
 
-def end_kept_turns(connector: Any) -> None:
-    """Before the prefix cache is reset or weights change; a no-op for other connectors."""
-    for one in (connector, *getattr(connector, "_connectors", ())):
-        end = getattr(one, "end_kept_turns", None)
-        if end is not None:
-            end()
+def end_kept_turns(scheduler: Any) -> None:
+    """What blocks hold is about to lose its meaning (reset, pause, new weights).
+
+    No reader may be told that a turn stands, and its blocks are free at once: so that the reset
+    succeeds. Beside other connectors they stay until all have let go. No-op without our connector.
+    """
+    ours = our_scheduler(scheduler.connector)
+    if ours is None:
+        return
+    alone: bool = getattr(scheduler.connector, "connector_scheduler", None) is ours
+    if not alone:
+        ours.kept.end_all()
+        return
+    for request_id in ours.end_kept_turns():
+        scheduler._free_blocks(scheduler.requests[request_id])
 
 
-def weights_changed(connector: Any, weight_version: str) -> None:
+def weights_changed(scheduler: Any, weight_version: str) -> None:
     """The engine's weights have been updated in place; a no-op for other connectors."""
-    ours = our_scheduler(connector)
+    ours = our_scheduler(scheduler.connector)
     if ours is not None:
+        end_kept_turns(scheduler)
         ours.weights_changed(weight_version)
 
 
-def recomputes_failed_load(request: Request) -> bool:
-    """Whether a failed load of this request is a lost read-back.
+def recomputes_failed_load(connector: Any, request: Request) -> bool:
+    """Whether a failed load of this request is a lost read-back of our connector.
 
     Reading back is an optimisation: whatever `kv_load_failure_policy` says about loads that a
     request depends on, a turn is never worse off for having tried it.
     """
     params = request.kv_transfer_params
-    return bool(params and params.get("do_remote_decode"))
+    return bool(params and params.get("do_remote_decode")) and our_scheduler(connector) is not None
 
 
 def our_scheduler(connector: Any) -> BidirScheduler | None:
@@ -82,20 +95,35 @@ def loads_kv(connector: Any, config: KVTransferConfig) -> bool:
     return config.is_kv_consumer or our_scheduler(connector) is not None
 
 
-def resting_requests(connector: Any) -> int:
+def resting_requests(scheduler: Any) -> int:
     """How many finished requests only wait for their reader, and need no step of the engine.
 
-    Beside other connectors none rests: what those are about to do is theirs to know.
+    A pause is complete when nobody reads any more: while one is asked for they are work, as in the
+    base. So they are beside other connectors: what those are about to do is theirs to know.
     """
-    rest = getattr(getattr(connector, "connector_scheduler", None), "rest", None)
-    return 0 if rest is None else len(rest)
+    rest = _rest(scheduler)
+    if rest is None or scheduler.pause_state is not PauseState.UNPAUSED:
+        return 0
+    return len(rest)
 
 
 def idle_seconds(scheduler: Any) -> float | None:
     """How long an engine without work may wait for a request; None: as long as it takes."""
-    connector = getattr(scheduler, "connector", None)
-    rest = getattr(getattr(connector, "connector_scheduler", None), "rest", None)
+    rest = _rest(scheduler)
     return None if rest is None else rest.seconds_left()
+
+
+def stop_resting(scheduler: Any) -> None:
+    """The engine drains before it ends: readers of handovers are waited for, kept turns are not."""
+    end_kept_turns(scheduler)
+    rest = _rest(scheduler)
+    if rest is not None:
+        rest.stop()
+
+
+def _rest(scheduler: Any) -> Rest | None:
+    connector = getattr(scheduler, "connector", None)
+    return getattr(getattr(connector, "connector_scheduler", None), "rest", None)
 
 
 def check_kv_peers(vllm_config: VllmConfig, params: SamplingParams) -> None:
@@ -111,12 +139,25 @@ def check_kv_transfer_params(vllm_config: VllmConfig, transfer: object) -> None:
     Behind this point the engine core reads them without a net. Raises VLLMValidationError, the
     only kind of error that the server answers with 400.
     """
-    config = vllm_config.kv_transfer_config
-    if config is None:
-        return
+    configs = list(nixl_configs(vllm_config.kv_transfer_config))
+    if not configs:
+        return  # other connectors have params of their own
     try:
         check_shape(transfer)
         assert isinstance(transfer, dict)  # as just checked
-        check_host(config.get_from_extra_config(OPTION, None), transfer.get("remote_host"))
+        for extra in configs:
+            check_host(extra.get(OPTION), transfer.get("remote_host"))
     except ValueError as error:
         raise VLLMValidationError(str(error)) from error
+
+
+def nixl_configs(config: KVTransferConfig | None) -> Iterator[dict[str, Any]]:
+    """The extra configuration of each NIXL connector, also of those within a MultiConnector."""
+    if config is None:
+        return
+    extra: dict[str, Any] = config.kv_connector_extra_config or {}
+    if (config.kv_connector or "").startswith("Nixl"):
+        yield extra
+    for child in extra.get("connectors", ()):
+        if isinstance(child, dict) and str(child.get("kv_connector", "")).startswith("Nixl"):
+            yield child.get("kv_connector_extra_config") or {}

@@ -57,12 +57,14 @@ class KeptTurns:
             if lease_id is not None:
                 del self._turns[lease_id]
 
-    def end_all(self) -> None:
-        """What all blocks hold is about to lose its meaning: reset, new weights."""
+    def end_all(self) -> list[str]:
+        """What all blocks hold is about to lose its meaning: the requests that were kept."""
         with self._lock:
+            request_ids = list(self._lease_of)
             self._turns.clear()
             self._lease_of.clear()
             self._epoch += 1
+            return request_ids
 
     def hold(self, lease_id: str) -> Hold | None:
         """The turn of a lease, or None when it is gone."""

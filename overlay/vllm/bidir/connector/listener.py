@@ -7,14 +7,15 @@ import threading
 
 import zmq
 from vllm.bidir.connector.messages import MalformedMessageError, SideChannel
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import zmq_ctx
 from vllm.logger import init_logger
-from vllm.utils.network_utils import make_zmq_path
+from vllm.utils.network_utils import is_valid_ipv6_address, make_zmq_path
 
 logger = init_logger(__name__)
 
 _POLL_MS = 500
 _MAX_FRAME = 1 << 16
+# Answers that an asker has not taken; further ones to it are dropped.
+_MAX_UNREAD = 1000
 _NOTHING = b"\xc0"  # msgpack's nil: an answer that says nothing ends the asker's wait at once
 
 
@@ -30,9 +31,14 @@ def start_listener(
 
     def listen() -> None:
         try:
-            with zmq_ctx(zmq.ROUTER, make_zmq_path("tcp", host, port)) as socket:
+            with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+                socket.setsockopt(zmq.LINGER, 0)
                 socket.setsockopt(zmq.RCVTIMEO, _POLL_MS)
+                # Before bind: they hold for connections of later binds only.
                 socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME)
+                socket.setsockopt(zmq.SNDHWM, _MAX_UNREAD)
+                socket.setsockopt(zmq.IPV6, is_valid_ipv6_address(host))
+                socket.bind(make_zmq_path("tcp", host, port))
                 ready.set()
                 while not stop.is_set():
                     _serve_one(socket, channel)

@@ -19,15 +19,19 @@ from vllm.bidir.connector.progress import delay_us, waiting_between_looks
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     NixlAgentMetadata,
     NixlConnectorMetadata,
+    ReqMeta,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (
     NixlPullConnectorWorker,
 )
 from vllm.distributed.nixl_utils import NixlWrapper
+from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger(__name__)
 
 Address = tuple[str, int]
 
@@ -56,6 +60,8 @@ class MeetingWorker(NixlPullConnectorWorker):
         self._nixl_entry = threading.Lock()
         self._addresses: dict[str, Address] = {}
         self._agents: dict[str, dict[int, bytes]] = {}
+        # The agents that a handover names, until it is read.
+        self._named: dict[str, tuple[bytes, ...]] = {}
 
     def start_load_kv(self, metadata: NixlConnectorMetadata) -> None:
         """`metadata.agents` are those that handovers name, by request; other fields as the base."""
@@ -64,10 +70,31 @@ class MeetingWorker(NixlPullConnectorWorker):
             meta = metadata.reqs_to_recv.get(request_id)
             if meta is None or meta.remote is None:
                 continue
+            self._named[request_id] = theirs
             met = self._agents.get(meta.remote.engine_id)
             if met and not agents.are_met(met, theirs):
                 self.forget(meta.remote.engine_id)
         super().start_load_kv(metadata)
+
+    def _read_blocks_for_req(self, req_id: str, meta: ReqMeta) -> None:
+        """Of every read, when its engine has been met: whether it is the one that was named.
+
+        It may have been met as another process, or have been forgotten since.
+        """
+        assert meta.remote is not None  # as ordered
+        remote, named = meta.remote, self._named.pop(req_id, None)
+        address = (remote.host, remote.port)
+        if remote.engine_id not in self._remote_agents or (
+            named is not None and not self.is_met(remote.engine_id, address, named)
+        ):
+            logger.warning("req=%s: its blocks are of a process that is gone", req_id)
+            self._handle_failed_transfer(req_id, None)
+            return
+        super()._read_blocks_for_req(req_id, meta)
+
+    def _handle_failed_transfer(self, req_id: str, handle: int | None) -> None:
+        self._named.pop(req_id, None)
+        super()._handle_failed_transfer(req_id, handle)
 
     def is_met(self, engine_id: str, address: Address, theirs: Sequence[bytes]) -> bool:
         """Whether the engine was met at this address, and as the process with these agents."""

@@ -23,12 +23,16 @@ from vllm.utils.network_utils import make_zmq_path
 
 @dataclass(frozen=True)
 class Asked:
-    """What came of a question: `hold` or `stood`, or the reason why there is no answer."""
+    """What came of a question: `hold` or `stood`, or the reason why there is no answer.
+
+    `address` is whom it was put to; None when it was put to nobody.
+    """
 
     hold: HoldAnswer | None = None
     stood: bool = False
     reason: Reason | None = None
     seconds: float = 0.0
+    address: tuple[str, int] | None = None
 
 
 def hold(host: str, port: int, lease_id: str, timeout_s: float) -> Asked:
@@ -62,7 +66,7 @@ def _ask(
         asked = understand(_exchange(host, port, message, timeout_s))
     except _FAILURES as error:
         asked = Asked(reason=_reason(error))
-    return replace(asked, seconds=time.monotonic() - begun)
+    return replace(asked, seconds=time.monotonic() - begun, address=(host, port))
 
 
 def _exchange(host: str, port: int, message: bytes, timeout_s: float) -> bytes:

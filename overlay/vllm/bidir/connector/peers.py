@@ -13,6 +13,23 @@ from functools import lru_cache
 
 OPTION = "kv_peers"
 
+# Fields that are numbers, with the least and the most that can be meant.
+_INTEGERS = (
+    ("remote_port", 1, 65535),
+    ("tp_size", 1, 1024),
+    ("dcp_size", 1, 1024),
+    ("pp_size", 1, 1024),
+    ("remote_num_tokens", 0, 1 << 31),
+)
+# Without one of these a handover can neither be read nor be declined.
+_HANDOVER = (
+    "remote_engine_id",
+    "remote_request_id",
+    "remote_host",
+    "remote_port",
+    "remote_block_ids",
+)
+
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
@@ -75,21 +92,31 @@ def check_host(entries: object, host: object) -> None:
 
 
 def check_shape(transfer: object) -> None:
-    """ValueError unless kv_transfer_params are a dict whose known fields have their types."""
+    """ValueError unless kv_transfer_params are a dict whose known fields have their types.
+
+    Behind this point schedulers and workers read them without a net, and size lists by them.
+    """
     if not isinstance(transfer, dict):
         raise ValueError(f"kv_transfer_params must be an object, not {type(transfer).__name__}")
     for key in ("remote_engine_id", "remote_request_id", "remote_host", "lease_id"):
         if not isinstance(transfer.get(key), (str, type(None))):
             raise ValueError(f"kv_transfer_params.{key} must be a string")
-    for key in ("remote_port", "tp_size", "dcp_size", "pp_size", "remote_num_tokens"):
+    for key, least, most in _INTEGERS:
         value = transfer.get(key)
-        if isinstance(value, bool) or not isinstance(value, (int, type(None))):
-            raise ValueError(f"kv_transfer_params.{key} must be an integer")
+        if value is not None and not (type(value) is int and least <= value <= most):
+            raise ValueError(f"kv_transfer_params.{key} must be an integer of {least} to {most}")
+    expiry = transfer.get("remote_blocks_expiry_time")
+    if expiry is not None and (isinstance(expiry, bool) or not isinstance(expiry, (int, float))):
+        raise ValueError("kv_transfer_params.remote_blocks_expiry_time must be a number")
     blocks = transfer.get("remote_block_ids")
     if blocks is not None and not (
         isinstance(blocks, (list, tuple)) and all(_are_block_ids(group) for group in blocks)
     ):
         raise ValueError("kv_transfer_params.remote_block_ids must be lists of block ids")
+    if transfer.get("do_remote_prefill"):
+        for key in _HANDOVER:
+            if not transfer.get(key):
+                raise ValueError(f"kv_transfer_params with do_remote_prefill need {key}")
 
 
 def _are_block_ids(group: object) -> bool:

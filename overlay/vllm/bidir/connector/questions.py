@@ -40,13 +40,13 @@ class Questions:
         self._confirmers.shutdown(wait=False, cancel_futures=True)
 
     def hold(self, request_id: str, source: Source) -> None:
-        timeout = self._timeout_s
-        self._holders.submit(
-            _ask,
-            self.holds,
-            request_id,
-            lambda: peer.hold(source.host, source.port, source.lease_id, timeout),
-        )
+        self._holders.submit(_ask, self.holds, request_id, lambda: self._hold(source))
+
+    def _hold(self, source: Source) -> peer.Asked:
+        if self.is_silent(source):
+            # It has fallen silent while this question waited for a thread.
+            return peer.Asked(reason=Reason.PEER_GONE)
+        return peer.hold(source.host, source.port, source.lease_id, self._timeout_s)
 
     def confirm(self, request_id: str, source: Source, epoch: int) -> None:
         timeout = self._timeout_s
@@ -61,11 +61,22 @@ class Questions:
         """Whether the peer has lately not answered."""
         return self._silent_until.get((source.host, source.port), 0.0) > time.monotonic()
 
-    def heard(self, source: Source) -> None:
-        self._silent_until.pop((source.host, source.port), None)
+    def note(self, asked: peer.Asked) -> None:
+        """Remember whether the peer that was asked is there."""
+        if asked.address is None:
+            return
+        if asked.reason in (Reason.TIMEOUT, Reason.PEER_GONE):
+            self.not_heard(asked.address)
+        else:
+            self._silent_until.pop(asked.address, None)
 
-    def not_heard(self, source: Source) -> None:
-        self._silent_until[source.host, source.port] = time.monotonic() + SILENCE_S
+    def not_heard(self, address: tuple[str, int]) -> None:
+        """The peer did not answer in time."""
+        now = time.monotonic()
+        # Addresses come from params: those whose time is over are not kept.
+        for other in [one for one, until in list(self._silent_until.items()) if until <= now]:
+            self._silent_until.pop(other, None)
+        self._silent_until[address] = now + SILENCE_S
 
 
 def _ask(

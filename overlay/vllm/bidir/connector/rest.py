@@ -34,15 +34,20 @@ class Rest:
         self._clock = clock
         self._waits: dict[str, _Wait] = {}
         self._last_step = 0.0
+        self._stopped = False
 
     def __len__(self) -> int:
-        return len(self._waits)
+        return 0 if self._stopped else len(self._waits)
 
     def begin(self, request_id: str, due: float, interval_s: float) -> None:
         self._waits[request_id] = _Wait(due, interval_s)
 
     def end(self, request_id: str) -> None:
         self._waits.pop(request_id, None)
+
+    def stop(self) -> None:
+        """From now on what waits for its reader is work, as in the base."""
+        self._stopped = True
 
     def stepped(self) -> None:
         """A step has been scheduled, for whatever reason."""

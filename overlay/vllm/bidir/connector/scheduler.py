@@ -76,6 +76,8 @@ class BidirScheduler(NixlPullConnectorScheduler):
         self._outcomes: dict[str, Outcome] = {}
         self._handovers: dict[str, tuple[bytes, ...]] = {}
         self._agents: list[bytes] = []
+        # Turns that were ended here, whose workers have not let go yet.
+        self._ended: set[str] = set()
         self._told: dict[str, dict[str, Any] | None] | None = None
         self.written = WrittenBlocks()
         self.rest = Rest(self.written)
@@ -117,6 +119,9 @@ class BidirScheduler(NixlPullConnectorScheduler):
             return Match(None, 0, Reason.UNSUPPORTED if asked else Reason.NO_PROOF)
         token_ids = request.prompt_token_ids
         assert token_ids is not None  # else an obstacle
+        if params.get("remote_engine_id") == self.engine_id:
+            # One engine for both roles: its own prefix cache is all there is to gain.
+            return Match(None, 0, Reason.UNSUPPORTED)
         return match(
             params,
             self._own_fingerprint(),
@@ -133,10 +138,21 @@ class BidirScheduler(NixlPullConnectorScheduler):
         return self._fingerprint
 
     def weights_changed(self, weight_version: str) -> None:
-        """What is kept was computed with other weights, and what peers keep may have been."""
-        self.kept.end_all()
+        """What peers keep may have been computed with other weights."""
         self._weight_version, self._fingerprint = weight_version, ""
         self._matches.clear()
+
+    def end_kept_turns(self) -> list[str]:
+        """End all turns that are kept, and leave their blocks to the caller: the requests' ids.
+
+        The workers are told, and what they say of these requests afterwards counts no more.
+        """
+        request_ids = self.kept.end_all()
+        for request_id in request_ids:
+            self.rest.end(request_id)
+            self._reqs_need_send[request_id] = time.perf_counter()
+        self._ended.update(request_ids)
+        return request_ids
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -327,6 +343,11 @@ class BidirScheduler(NixlPullConnectorScheduler):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         # The scheduler frees these blocks right after this call, in the same step.
+        sent = connector_output.finished_sending
+        if sent and self._ended:
+            # Freed here already; the workers have only now let go.
+            connector_output.finished_sending = sent - self._ended
+            self._ended -= sent
         for request_id in connector_output.finished_sending or ():
             self.kept.end(request_id)
             self.rest.end(request_id)

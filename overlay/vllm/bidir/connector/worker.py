@@ -107,6 +107,8 @@ class BidirWorker(MeetingWorker):
     def _advance(self) -> None:
         """Take up what has arrived, and give up what has not arrived in time."""
         for request_id, asked in drain(self._questions.holds):
+            # Also one that comes too late for its request says whether the peer is there.
+            self._questions.note(asked)
             if self._is(request_id, _State.ASKING):
                 self._held(request_id, asked)
         for request_id, succeeded in drain(self._met):
@@ -163,9 +165,7 @@ class BidirWorker(MeetingWorker):
         order, answer = read.order, asked.hold
         if answer is None:
             reason = asked.reason or Reason.HOLD_LOST
-            if reason in (Reason.TIMEOUT, Reason.PEER_GONE):
-                self._questions.not_heard(order.source)
-            else:
+            if reason is Reason.HOLD_LOST:
                 # The words that operators of this flow know from the base.
                 logger.warning(
                     "Declining expired remote read for %s from engine %s.",
@@ -174,7 +174,6 @@ class BidirWorker(MeetingWorker):
                 )
             self._lose(request_id, reason)
             return
-        self._questions.heard(order.source)
         blocks = answer.block_ids[order.remote_positions]
         if (
             answer.digest != order.digest
@@ -237,7 +236,11 @@ class BidirWorker(MeetingWorker):
         return met_as == self.world_size
 
     def busy_engines(self) -> set[str]:
-        return super().busy_engines() | self._given_up.engines()
+        reading = (_State.READING, _State.CONFIRMING)
+        read_from = {
+            read.order.source.engine_id for read in self._reads.values() if read.state in reading
+        }
+        return super().busy_engines() | self._given_up.engines() | read_from
 
     def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
         self._pace.forget(engine_id)
@@ -413,7 +416,9 @@ class BidirWorker(MeetingWorker):
         self._handle_failed_transfer(request_id, None)
 
     def _overdue(self, request_id: str, read: _Read) -> None:
-        self._questions.not_heard(read.order.source)
+        if read.state is not _State.ASKING:
+            # While it was being asked the peer may not even have been reached yet.
+            self._questions.not_heard((read.order.source.host, read.order.source.port))
         if read.state is _State.READING:
             # What NIXL has begun cannot be stopped; the blocks stay its own until it has ended.
             handles = self._recving_transfers.pop(request_id)
@@ -439,7 +444,10 @@ class BidirWorker(MeetingWorker):
         except Exception as error:
             # NIXL raises for a transfer that has failed: it has ended, too.
             logger.info("a READ that was given up has failed: %s", error)
-        self.nixl_wrapper.release_xfer_handle(handle)
+        try:
+            self.nixl_wrapper.release_xfer_handle(handle)
+        except Exception as error:
+            logger.warning("a READ that was given up is not released: %s", error)
         return False
 
     def _handle_failed_transfer(self, req_id: str, handle: int | None) -> None:

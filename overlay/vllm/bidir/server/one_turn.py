@@ -3,7 +3,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from vllm.bidir.connector.hooks import nixl_configs
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.sampling_params import SamplingParams
+
+_PARAMS = "kv_transfer_params"
 
 
 def is_one_turn(request: Any) -> bool:
@@ -15,6 +23,15 @@ def is_one_turn(request: Any) -> bool:
         + _prompts(getattr(request, "prompt_embeds", None))
         <= 1
     )
+
+
+def drop_params(vllm_config: VllmConfig, params: SamplingParams) -> None:
+    """Of a request that is about to become several, on whatever way it came here."""
+    if (params.extra_args or {}).get(_PARAMS) and list(
+        nixl_configs(vllm_config.kv_transfer_config)
+    ):
+        rest = {key: value for key, value in params.extra_args.items() if key != _PARAMS}
+        params.extra_args = rest
 
 
 def _prompts(prompt: Any) -> int:

@@ -10,11 +10,15 @@ output of this request, of no other, waits for the engine's answer.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any
 
+from vllm.bidir.connector.hooks import nixl_configs
+from vllm.bidir.connector.options import SWITCH
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.outputs import RequestOutput
     from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
     from vllm.v1.engine.core_client import AsyncMPClient
@@ -46,12 +50,23 @@ class HeldOutputs:
 
     def __init__(self) -> None:
         self._held: dict[str, _Held] = {}
+        self._is_on = False
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def set_up(self, vllm_config: VllmConfig) -> None:
+        """Hold nothing unless the engine reads back: no other has anything to tell."""
+        self._is_on = any(
+            extra.get(SWITCH) for extra in nixl_configs(vllm_config.kv_transfer_config)
+        )
 
     def note(self, request: EngineCoreRequest, state: RequestState) -> None:
         """A request has been admitted; whether its end tells of KV is looked at once."""
         params = request.sampling_params
-        if params is not None and (params.extra_args or {}).get("kv_transfer_params"):
+        if (
+            self._is_on
+            and params is not None
+            and (params.extra_args or {}).get("kv_transfer_params")
+        ):
             setattr(state, _MARK, True)
 
     def hold(self, state: RequestState) -> None:
@@ -83,6 +98,8 @@ class HeldOutputs:
         except Exception as error:
             # The text is complete; only what D keeps of it is not known.
             logger.warning("requests that ended on a stop string keep no turn: %s", error)
+            with contextlib.suppress(Exception):  # the engine that cannot be told may be gone
+                await engine.abort_requests_async(request_ids)
             for request_id in request_ids:
                 held = self._held.pop(request_id, None)
                 if held is not None:
