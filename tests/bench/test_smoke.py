@@ -39,8 +39,9 @@ class Smoke:
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Smoke:
     out = tmp_path_factory.mktemp("bench") / "out"
-    command = [sys.executable, "-m", "tools.bench", "run", "--device", "cpu", "--repeats", "1"]
-    command += ["--lengths", ",".join(map(str, LENGTHS)), "--new-tokens", str(NEW)]
+    command = [sys.executable, "-m", "tools.bench", "run", "--device", "cpu", "--arms", "off,on"]
+    command += ["--repeats", "1", "--lengths", ",".join(map(str, LENGTHS))]
+    command += ["--new-tokens", str(NEW)]
     command += ["--output-tokens", str(OUTPUT), "--turns", str(TURNS), "--first-tokens", str(FIRST)]
     command += ["--hold", "1", "--hold-tokens", "200", "--stream-tokens", "24", "--out", str(out)]
     done = subprocess.run(

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tools.bench.arms import ARMS, DEFAULT
+from tools.bench.arms import ARMS, DEFAULT, DEFAULT_CPU
 from tools.bench.model import SHAPES, TINY
 from tools.bench.plan import Workload
 
@@ -52,8 +52,8 @@ def parser() -> argparse.ArgumentParser:
     _what_to_ask(one)
     one.add_argument(
         "--arms",
-        default=",".join(DEFAULT),
-        help=f"some of {', '.join(ARMS)}, with commas (default {','.join(DEFAULT)})",
+        help=f"some of {', '.join(ARMS)}, with commas (default {','.join(DEFAULT)}; on a CPU "
+        f"{','.join(DEFAULT_CPU)})",
     )
     one.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     one.add_argument("--tensor-parallel", type=int, default=1, help="ranks per engine (default 1)")

@@ -21,6 +21,7 @@ class Arm:
 
     front: what the client talks to; "none" is the engine itself.
     bidirectional: `bidirectional_kv_xfer` on both engines.
+    linked: whether requests say which conversation they belong to.
     prefill_cache: whether P keeps a prefix cache; without one, read-back alone is measured.
     stock: run the base release instead of the installed wheel.
     must_move: a run in which no KV was read back has failed.
@@ -31,6 +32,7 @@ class Arm:
     what: str
     front: Front = "router"
     bidirectional: bool = False
+    linked: bool = True
     prefill_cache: bool = False
     stock: bool = False
     must_move: bool = False
@@ -39,6 +41,11 @@ class Arm:
     def disaggregated(self) -> bool:
         """Whether prefill and decode run on engines of their own."""
         return self.front != "none"
+
+    @property
+    def links(self) -> bool:
+        """Whether there is somebody who takes a conversation's id, and it is given."""
+        return self.linked and self.disaggregated
 
 
 ARMS = {
@@ -73,10 +80,19 @@ ARMS = {
             bidirectional=True,
             prefill_cache=True,
         ),
+        Arm(
+            "unlinked",
+            "on, turns not linked",
+            "the engines of on, but no request names its conversation: P computes every prompt",
+            bidirectional=True,
+            linked=False,
+        ),
         Arm("single", "one engine", "no disaggregation, prefix cache on: the floor", front="none"),
     )
 }
 DEFAULT = ("off", "on")
+# On a CPU the engines of off and on differ in more than read-back: see `unlinked`.
+DEFAULT_CPU = ("off", "on", "unlinked")
 
 
 def arms_of(names: Sequence[str]) -> tuple[Arm, ...]:

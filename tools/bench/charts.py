@@ -22,6 +22,7 @@ _STYLES = (
     ("#000000", "^", ":"),
     ("#CC79A7", "D", "-."),
     ("#009E73", "v", (0, (5, 1, 1, 1))),
+    ("#56B4E9", "X", (0, (3, 1, 1, 1, 1, 1))),
     ("#E69F00", "P", (0, (1, 1))),
 )
 # Parts of a bar: name, colour, hatch.
@@ -30,7 +31,7 @@ _PARTS = (
     ("KV transfer", "#E69F00", "///"),
     ("hold and confirm", "#FFFFFF", "..."),
 )
-_HATCHES = ("//", "", "xx", "..", "\\\\", "++")
+_HATCHES = ("//", "", "xx", "..", "\\\\", "oo", "++")
 _SETTINGS = {
     "font.family": "sans-serif",
     "font.size": 10,

@@ -13,7 +13,7 @@ from typing import Any
 from tools.bench import base
 from tools.bench.about import busy_share, gpus, versions
 from tools.bench.arguments import CPU, CUDA, workload_of
-from tools.bench.arms import ARMS, Arm, arms_of
+from tools.bench.arms import ARMS, DEFAULT, DEFAULT_CPU, Arm, arms_of
 from tools.bench.client import Target
 from tools.bench.collect import RECORDS, run_folder
 from tools.bench.errors import BenchError
@@ -51,7 +51,9 @@ def _run(args: argparse.Namespace, command: str) -> int:
     out.mkdir(parents=True, exist_ok=True)
     model = find_model(args.model or _default_model(device, args.tensor_parallel), _scratch(out))
     workload = workload_of(args, CUDA if device == "cuda" else CPU)
-    experiment = _experiment(args, arms_of(args.arms.split(",")), model, workload, device, out)
+    default = DEFAULT if device == "cuda" else DEFAULT_CPU
+    arms = arms_of(args.arms.split(",") if args.arms else default)
+    experiment = _experiment(args, arms, model, workload, device, out)
     settings = Settings(
         device=device,
         model=model,
@@ -204,8 +206,7 @@ def _engines(
 
 
 def _servers(args: argparse.Namespace) -> RemoteServers:
-    links = ARMS[args.arm].disaggregated
-    target = Target(args.url.rstrip("/"), args.served_name, links)
+    target = Target(args.url.rstrip("/"), args.served_name, ARMS[args.arm].links)
     return RemoteServers(target, args.prefill_url.rstrip("/"), args.block_size)
 
 

@@ -9,13 +9,14 @@ from statistics import median
 from typing import Any
 
 from tools.bench.collect import Run
-from tools.bench.figures import by_length
+from tools.bench.figures import by_length, figures
 from tools.bench.prove import Proof
 
 LEAST_REPEATS = 3
 _SPREAD = 0.5
 # Before the engines start; more is not the noise of a machine at rest.
 _BUSY = 0.2
+_FIRST_TURNS = 1.2
 # What must be the same in all arms: name, and where it lies.
 _SAME: tuple[tuple[str, Callable[[Mapping[str, Any]], Any]], ...] = (
     ("workload", lambda about: about["workload"]),
@@ -37,6 +38,7 @@ def warnings(runs: Sequence[Run], proofs: Sequence[Proof]) -> list[str]:
         *_order(runs),
         *_busy(runs),
         *_spread(runs),
+        *_first_turns(runs),
         *_replies(runs),
     ]
 
@@ -107,6 +109,19 @@ def _spread(runs: Sequence[Run]) -> Iterator[str]:
                 f"{arm}: TTFT at {tokens} tokens spreads from {min(values):.0f} to "
                 f"{max(values):.0f} ms around {middle:.0f}"
             )
+
+
+def _first_turns(runs: Sequence[Run]) -> Iterator[str]:
+    """Where nothing can be read back, off and on should take the same time."""
+    by_arm = {series.arm: series.points for series in figures(runs).first_turns}
+    off = {point.x: point.median for point in by_arm.get("off", ())}
+    shares = [p.median / off[p.x] for p in by_arm.get("on", ()) if p.x in off]
+    if shares and not 1 / _FIRST_TURNS < median(shares) < _FIRST_TURNS:
+        yield (
+            f"first turns, which read nothing back, took {median(shares):.2f} times as long with "
+            "the feature on as off: the arms differ in more than read-back (compare with the arm "
+            "unlinked)"
+        )
 
 
 def _replies(runs: Sequence[Run]) -> Iterator[str]:

@@ -89,12 +89,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Figures:
-    """All figures of a report."""
+    """All figures of a report.
+
+    first_turns: TTFT by prompt length where there is nothing to read back, a control: what differs
+    there between arms differs for other reasons.
+    """
 
     ttft_by_prompt: tuple[Series, ...]
     prefill_split: tuple[Bars, ...]
     ttft_by_turn: tuple[Series, ...]
     itl_while_held: tuple[Gaps, ...]
+    first_turns: tuple[Series, ...]
     table: tuple[Row, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -125,6 +130,13 @@ def figures(runs: Sequence[Run]) -> Figures:
         ),
         ttft_by_turn=_series(plain, lambda one: one.record.turn),
         itl_while_held=tuple(gaps for arm in arms for gaps in _gaps(arm, joined[arm])),
+        first_turns=_series(
+            {
+                arm: [one for one in found if one.record.phase == "sweep" and one.record.turn == 1]
+                for arm, found in joined.items()
+            },
+            lambda one: one.record.input_num_tokens,
+        ),
         table=tuple(_table(sweep)),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from html import escape
@@ -11,7 +12,7 @@ from typing import Any
 
 from tools.bench.arms import ARMS
 from tools.bench.collect import Run
-from tools.bench.figures import Figures, Row
+from tools.bench.figures import Figures, Row, Series
 from tools.bench.prove import Proof
 
 _CAPTIONS = {
@@ -64,6 +65,7 @@ def page(
         _table(figures.table),
         '<p class="small">Ratios: off ÷ this arm; above 1 is faster than off. “read” and '
         "“computed” are prompt tokens of the prefill node.</p>",
+        _first_turns(figures.first_turns),
         "<h2>What ran</h2>",
         _arms(runs),
         "<h2>Machine and versions</h2>",
@@ -99,8 +101,19 @@ def _summary(figures: Figures, about: Mapping[str, Any]) -> str:
         f"From {first.prompt_tokens} to {last.prompt_tokens} prompt tokens, TTFT went from "
         f"{off[first.prompt_tokens].ttft_ms:.0f} to {off[last.prompt_tokens].ttft_ms:.0f} ms with "
         f"read-back off, and from {first.ttft_ms:.0f} to {last.ttft_ms:.0f} ms with it on "
-        f"(medians of {last.count}). Device: {about['device']}. Figures of a run compare arms of "
-        "that run; they say nothing about other hardware."
+        f"(medians of {last.count}). {_alone(figures)}Device: {about['device']}. Figures of a run "
+        "compare arms of that run; they say nothing about other hardware."
+    )
+
+
+def _alone(figures: Figures) -> str:
+    """What the engines of "on" do without reading back, if that was measured."""
+    rows = [row for row in figures.table if row.arm == "unlinked"]
+    if not rows:
+        return ""
+    return (
+        f"The engines of on, without reading back: from {rows[0].ttft_ms:.0f} to "
+        f"{rows[-1].ttft_ms:.0f} ms. "
     )
 
 
@@ -152,6 +165,23 @@ def _table(rows: Iterable[Row]) -> str:
     return _html_table(head.split(","), lines)
 
 
+def _first_turns(series: Sequence[Series]) -> str:
+    if not series:
+        return ""
+    lengths = sorted({point.x for one in series for point in one.points})
+    rows = []
+    for one in series:
+        by_length = {point.x: point.median for point in one.points}
+        rows.append((one.title, *(_number(by_length.get(length)) for length in lengths)))
+    return (
+        "<h2>First turns, a control</h2>"
+        + _html_table(("TTFT ms", *(f"{length:.0f}" for length in lengths)), rows)
+        + '<p class="small">By prompt length, medians. There is nothing to read back: what differs '
+        "here differs for other reasons, such as threads of the transfer library that spin in one "
+        "arm and wait in another.</p>"
+    )
+
+
 def _arms(runs: Sequence[Run]) -> str:
     lines = []
     for run in _one_of_each(runs):
@@ -192,7 +222,7 @@ def _commands(run: Run) -> str:
     for name, command in session["commands"].items():
         env = session["environment"].get(name, {})
         settings = [f"{key}={value}" for key, value in sorted(env.items())]
-        lines.append(f"# {name}\n" + " ".join([*settings, *map(str, command)]))
+        lines.append(f"# {name}\n" + " ".join([*settings, shlex.join(command)]))
     text = escape("\n\n".join(lines) or "started by hand: see their own logs")
     return f"<details><summary>{escape(run.arm)}: commands</summary><pre>{text}</pre></details>"
 

@@ -160,7 +160,7 @@ def serving(
             proxy = stack.enter_context(_sample_proxy(engines, settings, folder, scratch, say))
             processes.append(proxy.process)
             url = proxy.url
-        target = Target(url, SERVED_NAME, links=arm.disaggregated)
+        target = Target(url, SERVED_NAME, links=arm.links)
         yield Servers(target, engines.engines, tuple(processes))
 
 

@@ -50,7 +50,7 @@ class FakeServing:
 
     @property
     def target(self) -> Target:
-        return Target(f"http://127.0.0.1:{self.port}", "m", self.arm.disaggregated)
+        return Target(f"http://127.0.0.1:{self.port}", "m", self.arm.links)
 
     def block_size(self) -> int:
         return BLOCK
@@ -88,9 +88,13 @@ class FakeServing:
         body = json.loads(await request.read())
         name, prompt = request.headers["X-Request-Id"], body["prompt"]
         self.asked[name] = prompt
-        self._log(name, body["conversation_id"], len(prompt))
+        if not self.arm.disaggregated:
+            return web.Response(status=500)
+        conversation = body.get("conversation_id")
+        self._log(name, conversation, len(prompt))
         reply = reply_to(prompt, body["max_tokens"])
-        self._kept[body["conversation_id"]] = len(prompt) + len(reply) - 1
+        if conversation is not None:
+            self._kept[conversation] = len(prompt) + len(reply) - 1
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for token in reply:
@@ -99,10 +103,11 @@ class FakeServing:
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    def _log(self, name: str, conversation: str, prompt: int) -> None:
-        kept = self._kept.get(conversation, 0) if self._reads else 0
+    def _log(self, name: str, conversation: str | None, prompt: int) -> None:
+        kept = self._kept.get(conversation or "", 0) if self._reads else 0
         read = min(kept, prompt - 1) if kept >= BLOCK else 0
-        turn = f"{_PREFIX}[router] [{name}] conv={conversation_digest('', conversation)}: "
+        digest = "-" if conversation is None else conversation_digest("", conversation)
+        turn = f"{_PREFIX}[router] [{name}] conv={digest}: "
         looked = "HIT (127.0.0.1:2)" if kept else "MISS (first_turn)"
         _append(self.folder / "router.log", f"{turn}cache {looked}")
         _append(self.folder / "router.log", f"{turn}Prefill done in 20ms (127.0.0.1:1)")

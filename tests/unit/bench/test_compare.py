@@ -75,6 +75,20 @@ def test_other_replies_are_counted() -> None:
     assert told(runs) == ["1 of 6 requests had another reply in another arm"]
 
 
+@pytest.mark.parametrize(("on_ms", "told_so"), [(50.0, True), (95.0, False), (130.0, True)])
+def test_first_turns_that_differ_between_off_and_on_are_named(on_ms: float, told_so: bool) -> None:
+    """They read nothing back: something else is different."""
+    runs = pairs()
+    for number, ms in ((0, 100.0), (1, on_ms)):
+        arm = runs[number].arm
+        first = computed(arm=arm, unit="sweep-700", turn=1, input_num_tokens=646, ttft_ms=ms)
+        runs[number] = replace(runs[number], joined=(*runs[number].joined, first))
+    lines = [line for line in told(runs) if line.startswith("first turns")]
+    assert bool(lines) is told_so
+    if lines:
+        assert f"took {on_ms / 100:.2f} times as long" in lines[0] and "unlinked" in lines[0]
+
+
 def test_arms_one_after_the_other_are_named() -> None:
     runs = []
     for one in pairs():

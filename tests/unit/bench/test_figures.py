@@ -46,6 +46,24 @@ def test_first_turns_and_changed_histories_are_kept_out_of_the_curves() -> None:
     assert [(p.x, p.median) for s in made.ttft_by_turn for p in s.points] == [(3, 70.0)]
 
 
+def test_first_turns_are_a_control_of_their_own() -> None:
+    ones = [computed(turn=1, input_num_tokens=500, ttft_ms=ms) for ms in (90.0, 110.0, 100.0)]
+    (series,) = figures([run("off", *ones)]).first_turns
+    assert [(p.x, p.median, p.count) for p in series.points] == [(500, 100.0, 3)]
+    assert "First turns, a control" in shown([run("off", *ones)], [], [])
+
+
+def test_the_engines_of_on_without_reading_back_are_in_the_summary() -> None:
+    runs = pairs()
+    ones = [
+        computed(arm="unlinked", input_num_tokens=tokens, ttft_ms=tokens / 3)
+        for tokens in (400, 700)
+    ]
+    text = shown([*runs, run("unlinked", *ones)], [], [])
+    assert "The engines of on, without reading back: from 133 to 233 ms." in text
+    assert "without reading back: from" not in shown(runs, [], [])
+
+
 def test_gaps_are_grouped_by_what_is_held() -> None:
     streams = [
         read(650, phase="decode", held=held, itl_ms=tuple(float(n + held) for n in range(100)))
@@ -99,7 +117,7 @@ def test_the_page_says_what_a_reader_must_know() -> None:
         "0.29.0+cpu.bidir.1",
         "bidirectional_kv_xfer true",
         "the command",
-        "A=1 vllm serve &lt;m&gt;",
+        "A=1 vllm serve &#x27;&lt;m&gt;&#x27;",
         "1 of 12 requests could not be joined",
     ):
         assert wanted in text, wanted

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.bench.fake import BYTES_PER_TOKEN, VOCABULARY, Starts, reply_to
+from tests.unit.bench.fake import BYTES_PER_TOKEN, VOCABULARY, FakeServing, Starts, reply_to
 from tests.unit.bench.made import WORKLOAD
 from tools.bench import run as running
 from tools.bench.arms import ARMS, order
@@ -21,6 +21,7 @@ from tools.bench.progress import Progress
 from tools.bench.prove import prove
 from tools.bench.records import Key, read_records
 from tools.bench.run import PLAN, Engines, Experiment, Start, fresh
+from tools.cluster import ClusterError
 
 ENGINES = Engines(
     device="cpu",
@@ -135,6 +136,15 @@ def test_every_request_is_joined_and_the_on_arm_is_proven(whole: tuple[Path, Sta
     assert proofs["on", 0].reads > 0 and proofs["off", 0].reads == 0
 
 
+def test_turns_that_are_not_linked_are_computed_and_joined_all_the_same(tmp_path: Path) -> None:
+    """The same engines as on; only nobody is told which conversation a request belongs to."""
+    run(experiment(tmp_path, repeats=1, arms=(ARMS["unlinked"],)), Starts(), quiet)
+    (found,) = collect(tmp_path)
+    assert unjoined([found]) == [] and prove(found).holds
+    assert {(one.decision, one.tokens_read) for one in found.joined} == {("miss", 0)}
+    assert all(one.tokens_computed == one.record.input_num_tokens for one in found.joined)
+
+
 def test_an_on_arm_that_reads_nothing_has_failed(tmp_path: Path) -> None:
     run(experiment(tmp_path, repeats=1), Starts(stay_off=True), quiet)
     proofs = {run.arm: prove(run) for run in collect(tmp_path)}
@@ -197,10 +207,21 @@ def test_records_of_an_arm_that_is_not_asked_for_are_not_dropped(tmp_path: Path)
 
 
 def test_a_server_that_refuses_ends_the_run_and_says_what_it_answered(tmp_path: Path) -> None:
-    """The fake has no answer for a request without a conversation, as one engine is asked."""
+    """The fake has no answer for what one engine is asked."""
     with pytest.raises(BenchError) as error:
         run(experiment(tmp_path, repeats=1, arms=(ARMS["single"],)), Starts(), quiet)
     assert "expected  status 200" in str(error.value) and "found     500" in str(error.value)
+
+
+def test_a_request_that_fails_since_an_engine_has_ended_shows_that_engines_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(serving: FakeServing) -> None:
+        raise ClusterError("decode-0 ended by itself")
+
+    monkeypatch.setattr(FakeServing, "check_alive", ended)
+    with pytest.raises(ClusterError, match="decode-0 ended by itself"):
+        run(experiment(tmp_path, repeats=1, arms=(ARMS["single"],)), Starts(), quiet)
 
 
 def test_arms_take_turns_and_every_other_repeat_goes_backwards() -> None:
