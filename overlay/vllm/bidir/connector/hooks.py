@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -74,9 +75,13 @@ def recomputes_failed_load(connector: Any, request: Request) -> bool:
 
 def our_scheduler(connector: Any) -> BidirScheduler | None:
     """The scheduler's side of our connector, also when it is one of several."""
-    for one in (connector, *getattr(connector, "_connectors", ())):
+    ours = sys.modules.get("vllm.bidir.connector.scheduler")
+    if ours is None:
+        return None  # no engine of this process has it
+    several = getattr(connector, "_connectors", None)
+    for one in (connector, *(several if isinstance(several, list) else ())):
         scheduler = getattr(one, "connector_scheduler", None)
-        if hasattr(scheduler, "recomputes_elsewhere"):
+        if isinstance(scheduler, ours.BidirScheduler):
             return scheduler
     return None
 
@@ -123,7 +128,9 @@ def stop_resting(scheduler: Any) -> None:
 
 def _rest(scheduler: Any) -> Rest | None:
     connector = getattr(scheduler, "connector", None)
-    return getattr(getattr(connector, "connector_scheduler", None), "rest", None)
+    ours = our_scheduler(connector)
+    alone: bool = getattr(connector, "connector_scheduler", None) is ours
+    return ours.rest if ours is not None and alone else None
 
 
 def check_kv_peers(vllm_config: VllmConfig, params: SamplingParams) -> None:
