@@ -100,7 +100,7 @@ bench-smoke: $(TEST_ENV)/.made ## the same in its smallest form, as a test
 test: bench-smoke
 
 clean: ## remove build results and environments (the download cache stays)
-	rm -rf build dist $(BUILD_ENV) $(TEST_ENV)
+	rm -rf build dist $(BUILD_ENV) $(TEST_ENV) .venv-cuda
 
 $(BUILD_ENV)/.made: tools/requirements/build.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

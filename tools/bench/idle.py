@@ -19,20 +19,17 @@ import statistics
 import sys
 import tempfile
 import time
-import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tools.bench.stock import stock_tree
 from tools.build.errors import BuildError
-from tools.build.fetch import fetch
-from tools.build.pipeline import Checkout, Options, select
 from tools.cluster import ClusterError, ClusterOptions, Engine, cluster
 from tools.cluster.guard import members
 from tools.cluster.tokenizer import GENERATED_IDS
 
-ROOT = Path(__file__).resolve().parents[2]
 TURN_TOKENS = 500
 HELD_S = 480
 Say = Callable[[str], None]
@@ -145,18 +142,6 @@ def table(arms: dict[str, dict[str, Sample]]) -> str:
     return "\n".join(lines)
 
 
-def stock_tree(scratch: Path, say: Say) -> Path:
-    """The base release, unpacked: first on the path, it stands in for the installed one."""
-    options = Options.from_environment({**os.environ, "DEVICE": "cpu"}, Path("dist"))
-    pins, base, _ = select(Checkout(ROOT), options)
-    wheel = fetch(pins, base, options.cache, options.upstream_wheel, say)
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(
-            scratch, [name for name in archive.namelist() if name.startswith("vllm/")]
-        )
-    return scratch
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.idle",
@@ -175,7 +160,7 @@ def main() -> int:
     arms: dict[str, dict[str, Sample]] = {}
     with tempfile.TemporaryDirectory(prefix="bench-idle-") as scratch:
         try:
-            stock = stock_tree(Path(scratch) / "stock", say)
+            stock = stock_tree("cpu", Path(scratch) / "stock", say)
             for arm, env in (("stock", {"PYTHONPATH": str(stock)}), ("ours", {})):
                 say(f"{arm}: starting")
                 folder = Path(scratch) / arm / "logs"
