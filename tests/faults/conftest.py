@@ -16,7 +16,7 @@ __all__ = ["compared", "model_folder", "report"]
 
 TTL_S = 4
 # Long enough for what a test does to D while a read-back waits.
-TIMEOUT_S = 15
+TIMEOUT_S = 25
 BLOCKS = 48
 IN_ENGINE = Path(__file__).parent / "in_engine"
 
