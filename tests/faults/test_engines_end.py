@@ -140,6 +140,42 @@ def test_p_dies_before_d_has_read_its_blocks(faulty: Cluster, compared: Compared
     check_right(d, history, compared)
 
 
+@pytest.mark.skipif(not FULL, reason="costs a restart; BIDIR_FAULTS=full")
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_dies_while_d_generates(role: str, faulty: Cluster, compared: Compared) -> None:
+    """P's death does not touch what D has read; D's leaves nothing behind on P."""
+    p, d = faulty.prefill[0], faulty.decode[0]
+    victim, survivor = (p, d) if role == "prefill" else (d, p)
+    prompt = tokens(("generating", role), 600)
+    handed = prefill(p, prompt, {"do_remote_decode": True, "do_remote_prefill": False})
+    long = {"max_tokens": 400, "ignore_eos": True}
+    running = metric(d, "vllm:request_success_total")
+    with in_background(lambda: decode(d, prompt, handed, **long)) as leg:
+        wait_until(
+            lambda: metric(d, "vllm:num_requests_running") == 1 and used(p) == 0,
+            30,
+            "D generates, and P has let go",
+        )
+        victim.kill()
+        if role == "decode":
+            assert isinstance(leg.exception(), httpx.TransportError)
+        else:
+            said, _ = leg.result()
+            assert metric(d, "vllm:request_success_total") == running + 1
+            found = {"choices": [{"token_ids": said}]}
+            compare(IDS, d, prompt, found, True, compared, **long)
+    check_right(survivor, prompt, compared)
+    rests(survivor)
+    victim.restart(keep_engine_id=role == "decode")
+    history, kept = turn(faulty, tokens(("generating again", role), 600))
+    clear_cache(p)
+    reads = read(p)
+    longer = history + tokens("more", 20)
+    said, _ = decode(d, longer, prefill(p, longer, kept))
+    assert read(p) - reads == 1
+    compare(IDS, d, longer, {"choices": [{"token_ids": said}]}, True, compared)
+
+
 @contextmanager
 def standing_still(engine: Engine) -> Iterator[None]:
     """All its processes are stopped, as on a host that has lost its network."""
