@@ -17,6 +17,8 @@ __all__ = ["compared", "model_folder", "report"]
 TTL_S = 4
 # Long enough for what a test does to D while a read-back waits.
 TIMEOUT_S = 25
+# For so long a peer that did not answer is not asked again (questions.py).
+SILENCE_S = 5
 BLOCKS = 48
 IN_ENGINE = Path(__file__).parent / "in_engine"
 

@@ -17,7 +17,7 @@ import pytest
 
 from tests.e2e.oracle import IDS, Compared, ask, compare
 from tests.e2e.turns import http, metric
-from tests.faults.conftest import TIMEOUT_S, TTL_S
+from tests.faults.conftest import SILENCE_S, TIMEOUT_S, TTL_S
 from tests.faults.points import POINTS, FaultPoints
 from tests.faults.turns import (
     check_right,
@@ -208,6 +208,8 @@ def test_a_d_that_stands_still_is_not_waited_for(
     compare(IDS, d, prompt, {"choices": [{"token_ids": said}]}, True, compared)
     rests(p)
     rests(d)
+    # P does not ask it for a while, and the next test would not be read back.
+    time.sleep(SILENCE_S + 1)
 
 
 def test_a_read_that_never_ends_is_given_up(
