@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from vllm.bidir.connector import peer, questions
-from vllm.bidir.connector.decision import Source
+from vllm.bidir.connector.decision import Source, parse_source
 from vllm.bidir.connector.messages import HoldAnswer
 from vllm.bidir.connector.outcome import WorkerReport
 from vllm.bidir.connector.pace import Pace
@@ -30,7 +30,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 TIMEOUT_S = 0.5
 PROOF = make_proof("sha256:x", 16, [b"h" * 32] * 4, list(range(64)), 64, 64)
 assert PROOF is not None
-SOURCE = Source("d0-1", "d", "10.0.0.1", 5600, 1, 1, 1, PROOF)
+SOURCE = Source("d0-1", "d", "10.0.0.1", 5600, PROOF)
 ORDER = ReadBack(
     source=SOURCE,
     digest=PROOF.digest(),
@@ -393,7 +393,19 @@ def test_an_engine_that_was_met_with_another_size_is_met_anew(bare: Bare) -> Non
 
 
 def test_sizes_in_params_do_not_reach_the_handshake(bare: Bare) -> None:
-    source = replace(SOURCE, tp_size=64, dcp_size=9, pp_size=1024)
+    source = parse_source(
+        {
+            "lease_id": SOURCE.lease_id,
+            "remote_engine_id": SOURCE.engine_id,
+            "remote_host": SOURCE.host,
+            "remote_port": SOURCE.port,
+            "prefix_proof": PROOF.to_params(),
+            "tp_size": 64,
+            "dcp_size": 9,
+            "pp_size": 1024,
+        }
+    )
+    assert isinstance(source, Source)
     bare._order("r2", replace(ORDER, source=source))
     meta = bare._recving_metadata["r2"]
     assert (meta.tp_size, meta.dcp_size, meta.pp_size) == (1, 1, 1)

@@ -25,9 +25,6 @@ class Source:
     engine_id: str
     host: str
     port: int
-    tp_size: int
-    dcp_size: int
-    pp_size: int
     proof: PrefixProof
 
 
@@ -61,8 +58,7 @@ def parse_source(params: dict[str, Any]) -> Source | Reason:
     lease_id, engine_id, host = texts
     assert isinstance(lease_id, str) and isinstance(engine_id, str) and isinstance(host, str)
     assert isinstance(port, int)
-    tp_size, dcp_size, pp_size = sizes
-    return Source(lease_id, engine_id, host, port, tp_size, dcp_size, pp_size, proof)
+    return Source(lease_id, engine_id, host, port, proof)
 
 
 def match(
