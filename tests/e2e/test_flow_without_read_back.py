@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -27,8 +24,7 @@ from tests.e2e.turns import (
     outcomes,
     tokens,
 )
-from tools.build.fetch import cache_folder, fetch
-from tools.build.pipeline import Checkout, Options, select
+from tools.bench.stock import stock_tree
 from tools.cluster import Cluster, ClusterOptions, Engine, PortReservations
 from tools.cluster.command import EngineSpec
 from tools.cluster.options import Role
@@ -36,7 +32,6 @@ from tools.cluster.placement import cpu_slots
 from tools.cluster.readiness import wait_until_ready
 from tools.cluster.router import RouterProcess
 
-ROOT = Path(__file__).resolve().parents[2]
 QUESTIONS = [tokens(count, seed) for seed, count in enumerate((200, 70), start=50)]
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 # An engine that keeps blocks never sleeps, and would slow down what runs beside it.
@@ -66,15 +61,8 @@ class Variant:
 @pytest.fixture(scope="module")
 def base_release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder whose ``vllm`` is that of the pinned base wheel, every file of it."""
-    environment = {**os.environ, "DEVICE": "cpu", "ARCH": platform.machine()}
-    options = Options.from_environment(environment, ROOT / "dist")
-    pins, base, _ = select(Checkout(ROOT), options)
-    wheel = fetch(pins, base, cache_folder(dict(os.environ)), options.upstream_wheel, print)
     with tempfile.TemporaryDirectory(dir=tmp_path_factory.getbasetemp()) as folder:
-        with zipfile.ZipFile(wheel) as archive:
-            names = [name for name in archive.namelist() if name.startswith("vllm/")]
-            archive.extractall(folder, names)
-        yield Path(folder)
+        yield stock_tree("cpu", Path(folder) / "stock", print)
 
 
 @pytest.fixture(scope="module", params=["off", "base", "base_prefill"])

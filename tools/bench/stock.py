@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,10 +23,11 @@ __all__ = ["BuildError", "source_file", "stock_tree"]
 
 
 def stock_tree(device: str, into: Path, say: Say) -> Path:
-    """Unpack the base release: first on the path, it stands in for the installed one."""
+    """Unpack the base release: first on the path, it stands in for the one installed here."""
     if into.exists():
         return into
-    options = Options.from_environment({**os.environ, "DEVICE": device}, Path("dist"))
+    here = {**os.environ, "DEVICE": device, "ARCH": platform.machine()}
+    options = Options.from_environment(here, Path("dist"))
     pins, base, _ = select(Checkout(ROOT), options)
     wheel = fetch(pins, base, options.cache, options.upstream_wheel, say)
     partial = into.with_name(into.name + ".partial")
