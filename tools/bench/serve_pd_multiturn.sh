@@ -61,7 +61,12 @@ else
     settings=("VLLM_NIXL_SIDE_CHANNEL_HOST=$role_ip" "VLLM_NIXL_SIDE_CHANNEL_PORT=${SIDE_PORT:-5600}")
     case $backend in
         LIBFABRIC) settings+=("FI_PROVIDER=${FI_PROVIDER:-efa}") ;;
-        UCX) ;;
+        UCX)
+            # Without it two engines on one GPU talk over TCP; elsewhere it changes nothing.
+            if command -v nvidia-smi >/dev/null; then
+                settings+=("UCX_CUDA_IPC_ENABLE_GET_ZCOPY=${UCX_CUDA_IPC_ENABLE_GET_ZCOPY:-on}")
+            fi
+            ;;
         *) fail "BACKEND cannot be used" "LIBFABRIC or UCX" "'$backend'" ;;
     esac
     cache=--enable-prefix-caching

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,6 +39,19 @@ def script(
 def test_help_names_the_variables_and_has_an_example(name: str) -> None:
     done = script(name, "--help")
     assert done.returncode == 0 and "variables:" in done.stdout and "example" in done.stdout
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_two_engines_on_one_gpu_do_not_fall_back_to_tcp(gpu: bool, tmp_path: Path) -> None:
+    if gpu:
+        (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    done = script(
+        "serve_pd_multiturn.sh", path=tmp_path, ROLE="prefill", MODEL="m", DRY_RUN="1", **NODES
+    )
+    assert done.returncode == 0, done.stderr
+    if gpu or shutil.which("nvidia-smi") is None:
+        assert ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY=on" in shlex.split(done.stdout)) is gpu
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
