@@ -28,7 +28,10 @@ class Bare(MeetingWorker):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(NixlPullConnectorWorker, "__init__", lambda self, *rest: None)
             self._handshake_initiation_executor = ThreadPoolExecutor(1)
+            self.nixl_wrapper, self.nixl_memory_type = None, "DRAM"
             super().__init__(base, "p", base)
+        self.world_size, self.block_size, self._physical_blocks_per_logical_kv_block = 1, 16, 1
+        self.block_len_per_layer = self.block_stride_per_layer = [1000]
         self._handshake_lock = threading.RLock()
         self._handshake_futures: dict[str, Future[Any]] = {}
         self._remote_agents: dict[str, Any] = {}
@@ -56,7 +59,17 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> Any:
         if engine.startswith("silent"):
             made.silent.wait(20)
             raise RuntimeError("no answer")
-        metadata = SimpleNamespace(engine_id=engine, agent_metadata=f"{engine}@{host}".encode())
+        metadata = SimpleNamespace(
+            engine_id=engine,
+            agent_metadata=f"{engine}@{host}".encode(),
+            block_size=16,
+            physical_blocks_per_logical_kv_block=1,
+            kv_caches_base_addr=[0],
+            block_lens=[1000],
+            block_strides=[1000],
+            num_blocks=10,
+            device_id=0,
+        )
         return {(0, 0): self.add_remote_agent(metadata, 0, size, 1)}, 0.0
 
     entered = threading.Lock()

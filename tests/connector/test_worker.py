@@ -22,6 +22,7 @@ from vllm.bidir.connector.outcome import WorkerReport
 from vllm.bidir.connector.pace import Pace
 from vllm.bidir.connector.proof import make_proof
 from vllm.bidir.connector.read_back import ReadBack
+from vllm.bidir.connector.rows import RowHandles
 from vllm.bidir.connector.stats import BidirStats
 from vllm.bidir.connector.worker import BidirWorker
 from vllm.bidir.reasons import Reason
@@ -89,9 +90,14 @@ class Bare(BidirWorker):
         self.nixl_wrapper = FakeNixl()
         self.engine_id = "p"
         self.dst_num_blocks = {"d": 100, "p": 100}
-        self.block_len_per_layer = [1000]
+        self.block_len_per_layer, self.dcp_size = [1000], 1
+        self._has_mamba = False
+        self._rows = RowHandles(self.nixl_wrapper, "DRAM")
         info = self.info = SimpleNamespace(
-            remote_block_size=16, remote_physical_blocks_per_logical=1, remote_tp_size=1
+            remote_block_size=16,
+            remote_physical_blocks_per_logical=1,
+            remote_tp_size=1,
+            remote_dcp_size=1,
         )
         self.transfer_topo = SimpleNamespace(
             get_engine_info=lambda engine: info, block_size_ratio=lambda size: 1
@@ -213,6 +219,17 @@ def test_blocks_are_read_by_position_and_reported_after_confirm(bare: Bare) -> N
     confirm(bare)
     assert bare._pop_done_transfers(bare._recving_transfers) == {"r"}
     assert bare.lost() == (set(), set())
+
+
+def test_transfers_are_told_apart(bare: Bare) -> None:
+    """Read-backs from handovers, each with its peer."""
+    hold(bare)
+    remote = SimpleNamespace(engine_id="other")
+    bare._recving_metadata["handover"] = SimpleNamespace(remote=remote)
+    bare._recving_transfers["handover"] = [7]
+    bare._pop_done_transfers(bare._recving_transfers)
+    found = {row[0]: row[1] for row in bare.xfer_stats.data["transfers"]}
+    assert found == {"read_back": "d", "handover": "other"}
 
 
 def test_an_unconfirmed_read_is_lost(bare: Bare) -> None:
@@ -478,7 +495,7 @@ def test_a_handover_whose_params_do_not_fit_fails_by_itself(
     monkeypatch.setattr(
         NixlPullConnectorWorker, "_read_blocks", lambda *arguments: read.append(arguments[3])
     )
-    spec = SimpleNamespace(local_block_ids=local, remote_block_ids=remote)
+    spec = SimpleNamespace(remote_rank=0, local_block_ids=local, remote_block_ids=remote)
     bare._recving_metadata["handover"] = SimpleNamespace(local_block_ids=local)
     bare._read_blocks(spec, "d", "handover", "x", 1, 2, 1)
     assert read == (["handover"] if fits else [])

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.bidir.connector import agents
 from vllm.bidir.connector.options import read_options
 from vllm.bidir.connector.progress import delay_us, waiting_between_looks
+from vllm.bidir.connector.rows import RowHandles, row_of
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     NixlAgentMetadata,
     NixlConnectorMetadata,
@@ -28,6 +29,7 @@ from vllm.distributed.nixl_utils import NixlWrapper
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -49,6 +51,7 @@ class MeetingWorker(NixlPullConnectorWorker):
         self.options = read_options(vllm_config.kv_transfer_config)
         with waiting_between_looks(NixlWrapper, delay_us(self.options.progress_delay_us)):
             super().__init__(vllm_config, engine_id, kv_cache_config)
+        self._rows = RowHandles(self.nixl_wrapper, self.nixl_memory_type)
         # The base has one thread, in which a silent peer delays the handshakes with all others.
         self._handshake_initiation_executor.shutdown(wait=False)
         pool = ThreadPoolExecutor(_HANDSHAKES, thread_name_prefix="bidir_handshake")
@@ -62,6 +65,25 @@ class MeetingWorker(NixlPullConnectorWorker):
         self._agents: dict[str, dict[int, bytes]] = {}
         # The agents that a handover names, until it is read.
         self._named: dict[str, tuple[bytes, ...]] = {}
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        if self.use_host_buffer or self._has_mamba or self._is_hma_required or self.dcp_size > 1:
+            return  # a block is more, or less, than the sum of its layers
+        lengths = self.block_len_per_layer
+        bases = self.kv_caches_base_addr[self.engine_id][self.tp_rank]
+        row = row_of(bases, lengths, self.block_stride_per_layer)
+        self._rows.own(row, lengths, self.num_blocks, self.device_id)
+
+    def shutdown(self) -> None:
+        if hasattr(self, "_rows"):
+            # In the base's order: what is under way, what it was made from, the memory itself.
+            for handles in self._recving_transfers.values():
+                for handle in handles:
+                    self.nixl_wrapper.release_xfer_handle(handle)
+            self._recving_transfers.clear()
+            self._rows.close()
+        super().shutdown()
 
     def start_load_kv(self, metadata: NixlConnectorMetadata) -> None:
         """`metadata.agents` are those that handovers name, by request; other fields as the base."""
@@ -126,13 +148,47 @@ class MeetingWorker(NixlPullConnectorWorker):
         return found
 
     def add_remote_agent(
-        self, nixl_agent_meta: NixlAgentMetadata, remote_tp_rank: int = 0, *more: Any
+        self,
+        nixl_agent_meta: NixlAgentMetadata,
+        remote_tp_rank: int = 0,
+        remote_tp_size: int = 1,
+        remote_dcp_size: int = 1,
     ) -> str:
+        """ValueError for a peer whose blocks the base would put where they do not belong."""
+        if nixl_agent_meta.block_size != self.block_size and self._is_spread():
+            raise ValueError(
+                f"engine {nixl_agent_meta.engine_id} has blocks of {nixl_agent_meta.block_size} "
+                f"tokens, this one of {self.block_size}: with the layers of a block side by side "
+                "(VLLM_KV_CACHE_LAYOUT) both need the same --block-size"
+            )
         with self._nixl_entry:
-            name: str = super().add_remote_agent(nixl_agent_meta, remote_tp_rank, *more)
+            name: str = super().add_remote_agent(
+                nixl_agent_meta, remote_tp_rank, remote_tp_size, remote_dcp_size
+            )
+            if remote_tp_size == self.world_size and remote_dcp_size == 1:
+                self._meet_rows(nixl_agent_meta, remote_tp_rank, name)
         met = self._agents.setdefault(nixl_agent_meta.engine_id, {})
         met[remote_tp_rank] = agents.digest(nixl_agent_meta.agent_metadata)
         return name
+
+    def _is_spread(self) -> bool:
+        """Whether a layer's blocks do not lie one behind the other.
+
+        The base finds a part of a block by dividing the distance of blocks, and not their length.
+        """
+        return self.block_stride_per_layer != self.block_len_per_layer
+
+    def _meet_rows(self, theirs: NixlAgentMetadata, rank: int, agent: str) -> None:
+        if (theirs.block_size, theirs.physical_blocks_per_logical_kv_block) != (
+            self.block_size,
+            self._physical_blocks_per_logical_kv_block,
+        ):
+            return
+        lengths = theirs.block_lens
+        row = row_of(theirs.kv_caches_base_addr, lengths, theirs.block_strides)
+        self._rows.meet(
+            theirs.engine_id, rank, agent, row, lengths, theirs.num_blocks, theirs.device_id
+        )
 
     def _add_notif_only_remote_agent(self, *args: Any) -> str:
         with self._nixl_entry:
@@ -142,4 +198,5 @@ class MeetingWorker(NixlPullConnectorWorker):
     def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
         self._addresses.pop(engine_id, None)
         self._agents.pop(engine_id, None)
+        self._rows.forget(engine_id)
         super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters of read-back with reasons, carried by the connector's own statistics.
+"""Counters of read-back with reasons and of transfers, carried by the connector's own statistics.
 
 One class for scheduler and workers, since vLLM adds the two up.
 """
@@ -7,7 +7,7 @@ One class for scheduler and workers, since vLLM adds the two up.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -20,19 +20,42 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import (
     NixlPromMetrics,
 )
 
+if TYPE_CHECKING:
+    from vllm.distributed.nixl_utils import nixlXferTelemetry
+
 _KEY = "read_backs"
 READ = "read"
 RECOMPUTE = "recompute"
 
+_TRANSFERS = "transfers"
+READ_BACK = "read_back"
+HANDOVER = "handover"
+# Engine ids come and go with restarts; so many keep a gauge of their own.
+PEERS = 64
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
 
 @dataclass
 class BidirStats(NixlKVConnectorStats):
-    """NIXL's transfer statistics, and one row per decided read-back."""
+    """NIXL's transfer statistics, and one row per decided read-back and per transfer."""
 
     def reset(self) -> None:
         super().reset()
         # [outcome, reason, tokens verified, tokens read, tokens computed]
         self.data[_KEY] = []
+        # [direction, engine id, descriptors, seconds to post, seconds to its end, bytes]
+        self.data[_TRANSFERS] = []
+
+    def about(self, direction: str, engine_id: str) -> None:
+        """The transfers recorded next are of this kind, from this engine."""
+        self._about = (direction, engine_id)
+
+    def record_transfer(self, res: nixlXferTelemetry) -> None:
+        super().record_transfer(res)
+        self.data[_TRANSFERS].append(
+            [*self._about, res.descCount, res.postDuration / 1e6, res.xferDuration / 1e6]
+            + [res.totalBytes]
+        )
 
     def record_refusal(self, reason: str, verified: int, prompt: int) -> None:
         """The scheduler chose to compute."""
@@ -54,6 +77,7 @@ class BidirStats(NixlKVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         self.data.setdefault(_KEY, [])
+        self.data.setdefault(_TRANSFERS, [])
         return super().aggregate(other)
 
 
@@ -79,6 +103,35 @@ class BidirPromMetrics(NixlPromMetrics):
             "content, read from the decode node, computed here.",
             labelnames=[*labelnames, "kind"],
         )
+        by_direction = [*labelnames, "direction"]
+        self._bytes = self._counter_cls(
+            name="vllm:bidir_transfer_bytes",
+            documentation="Bytes of KV read from peers: read_back by P, handover by D.",
+            labelnames=by_direction,
+        )
+        self._descriptors = self._counter_cls(
+            name="vllm:bidir_transfer_descriptors",
+            documentation="NIXL descriptors of these reads, after merging.",
+            labelnames=by_direction,
+        )
+        self._posting = self._histogram_cls(
+            name="vllm:bidir_transfer_post_seconds",
+            documentation="Time until NIXL had taken a read over.",
+            buckets=_SECONDS,
+            labelnames=by_direction,
+        )
+        self._moving = self._histogram_cls(
+            name="vllm:bidir_transfer_seconds",
+            documentation="Time until a read was found to be done.",
+            buckets=_SECONDS,
+            labelnames=by_direction,
+        )
+        self._rate = self._gauge_cls(
+            name="vllm:bidir_peer_gigabytes_per_second",
+            documentation="Rate of the last read from a peer.",
+            labelnames=[*labelnames, "direction", "peer"],
+        )
+        self._peers: dict[tuple[Any, ...], None] = {}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         super().observe(transfer_stats_data, engine_idx)
@@ -87,3 +140,31 @@ class BidirPromMetrics(NixlPromMetrics):
             self._decisions.labels(*labels, outcome, reason).inc()
             for kind, count in (("verified", verified), ("read", read), ("computed", computed)):
                 self._tokens.labels(*labels, kind).inc(count)
+        for transfer in transfer_stats_data.get(_TRANSFERS, ()):
+            self._observe_transfer(labels, *transfer)
+
+    def _observe_transfer(
+        self,
+        labels: list[object],
+        direction: str,
+        peer: str,
+        descriptors: int,
+        post_s: float,
+        transfer_s: float,
+        size: int,
+    ) -> None:
+        self._bytes.labels(*labels, direction).inc(size)
+        self._descriptors.labels(*labels, direction).inc(descriptors)
+        self._posting.labels(*labels, direction).observe(post_s)
+        self._moving.labels(*labels, direction).observe(transfer_s)
+        shown = (*labels, direction, peer)
+        # The one that was heard of longest ago makes room.
+        self._peers.pop(shown, None)
+        self._peers[shown] = None
+        if len(self._peers) > PEERS:
+            oldest = next(iter(self._peers))
+            del self._peers[oldest]
+            # Gauges that are exported in another way than by a scrape cannot forget a label.
+            if hasattr(self._rate, "remove"):
+                self._rate.remove(*oldest)
+        self._rate.labels(*shown).set(size / max(transfer_s, 1e-6) / 1e9)

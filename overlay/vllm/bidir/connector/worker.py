@@ -18,6 +18,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from vllm.bidir.connector.given_up import GivenUpReads
 from vllm.bidir.connector.meeting import MeetingWorker
 from vllm.bidir.connector.outcome import Outcome, WorkerReport
@@ -25,7 +26,8 @@ from vllm.bidir.connector.pace import Pace
 from vllm.bidir.connector.peer import Asked
 from vllm.bidir.connector.questions import Questions, drain
 from vllm.bidir.connector.read_back import ReadBack
-from vllm.bidir.connector.stats import BidirStats
+from vllm.bidir.connector.rows import in_order
+from vllm.bidir.connector.stats import HANDOVER, READ_BACK, BidirStats
 from vllm.bidir.connector.support import layer_obstacle
 from vllm.bidir.reasons import Reason
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
@@ -33,13 +35,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     RemoteMeta,
     ReqMeta,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpec
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpec
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger(__name__)
@@ -266,8 +268,23 @@ class BidirWorker(MeetingWorker):
                 logger.warning("req=%s: its params do not fit its prompt or its peer", request_id)
                 self._handle_failed_transfer(request_id, None)
                 return
+            spec = self._ordered(read_spec, dst_engine_id)
+            rows = self._rows.of(dst_engine_id, read_spec.remote_rank)
+            if rows is not None and any(map(len, spec.local_block_ids)):
+                self._post(
+                    request_id,
+                    dst_engine_id,
+                    spec,
+                    rows[0],
+                    np.concatenate(spec.local_block_ids),
+                    rows[1],
+                    np.concatenate(spec.remote_block_ids),
+                    # Tells P, when all have come, that it may free them.
+                    notif_msg=f"{remote_request_id}:{expected_consumers}".encode(),
+                )
+                return
             super()._read_blocks(
-                read_spec,
+                spec,
                 dst_engine_id,
                 request_id,
                 remote_request_id,
@@ -285,41 +302,67 @@ class BidirWorker(MeetingWorker):
         if any(not 0 <= k < remote_blocks for group in read_spec.remote_block_ids for k in group):
             self._lose(request_id, Reason.HOLD_LOST)
             return
-        remote_ids = self._compute_desc_ids(
-            block_ids=read_spec.remote_block_ids,
-            dst_num_blocks=remote_blocks,
-            block_size_ratio=None,
-            physical_blocks_per_logical=remote.remote_physical_blocks_per_logical,
-        )
-        local_ids = self._compute_desc_ids(
-            block_ids=read_spec.local_block_ids,
-            dst_num_blocks=self.dst_num_blocks[self.engine_id],
-            block_size_ratio=1,
-            physical_blocks_per_logical=self._physical_blocks_per_logical_kv_block,
-        )
-        if len(remote_ids) != len(local_ids):
-            # Pairing by position is all that makes the bytes mean what they say.
+        try:
+            ours, theirs = in_order(read_spec.local_block_ids, read_spec.remote_block_ids)
+        except ValueError:
             self._lose(request_id, Reason.UNSUPPORTED)
             return
+        rows = self._rows.of(dst_engine_id, read_spec.remote_rank)
+        if rows is not None:
+            local_handle, remote_handle = rows
+            local_ids, remote_ids = np.concatenate(ours), np.concatenate(theirs)
+        else:
+            local_handle, remote_handle = local_xfer_side_handle, remote_xfer_side_handle
+            remote_ids = self._compute_desc_ids(
+                block_ids=theirs,
+                dst_num_blocks=remote_blocks,
+                block_size_ratio=None,
+                physical_blocks_per_logical=remote.remote_physical_blocks_per_logical,
+            )
+            local_ids = self._compute_desc_ids(
+                block_ids=ours,
+                dst_num_blocks=self.dst_num_blocks[self.engine_id],
+                block_size_ratio=1,
+                physical_blocks_per_logical=self._physical_blocks_per_logical_kv_block,
+            )
+            if len(remote_ids) != len(local_ids):
+                self._lose(request_id, Reason.UNSUPPORTED)
+                return
         physical = sum(map(len, read_spec.local_block_ids))
         read.megabytes = physical * sum(self.block_len_per_layer) / 1e6
         read.posted = time.monotonic()
         read.deadline = read.posted + self._pace.bound(dst_engine_id, read.megabytes)
         read.state = _State.READING
+        # No notification: a finished read ends nothing on D, where siblings may read too.
+        self._post(
+            request_id, dst_engine_id, read_spec, local_handle, local_ids, remote_handle, remote_ids
+        )
+
+    def _post(
+        self,
+        request_id: str,
+        engine_id: str,
+        read_spec: ReadSpec,
+        local_handle: Any,
+        local_ids: Any,
+        remote_handle: Any,
+        remote_ids: Any,
+        **more: Any,
+    ) -> None:
+        """Have NIXL read the one list of descriptors into the other, pair by pair."""
         handle = None
         try:
-            # No notification: a finished read ends nothing on D, where siblings may read too.
             handle = self.nixl_wrapper.make_prepped_xfer(
-                "READ", local_xfer_side_handle, local_ids, remote_xfer_side_handle, remote_ids
+                "READ", local_handle, local_ids, remote_handle, remote_ids, **more
             )
             self.nixl_wrapper.transfer(handle)
         except Exception as error:
             self._log_failure(
                 failure_type="transfer_setup_failed",
                 req_id=request_id,
-                msg="the prompt is recomputed",
+                msg="its blocks are not loaded",
                 error=error,
-                dst_engine_id=dst_engine_id,
+                dst_engine_id=engine_id,
                 remote_rank=read_spec.remote_rank,
             )
             self._handle_failed_transfer(request_id, handle)
@@ -340,20 +383,52 @@ class BidirWorker(MeetingWorker):
             return False
         if any(not 0 <= k < blocks for _, remote in pairs for k in remote):
             return False
+        return not self._is_alike(engine_id) or all(
+            len(local) <= len(theirs) for local, theirs in pairs
+        )
+
+    def _is_alike(self, engine_id: str) -> bool:
+        """Whether the peer's blocks are as long as ours, so that they pair one to one."""
+        assert self.transfer_topo is not None  # set with the caches, before any request
         remote = self.transfer_topo.get_engine_info(engine_id)
-        alike = (
+        alike: bool = (
             self.transfer_topo.block_size_ratio(remote.remote_block_size) == 1
             and remote.remote_physical_blocks_per_logical
             == self._physical_blocks_per_logical_kv_block
+            and self.dcp_size == remote.remote_dcp_size == 1
         )
-        return not alike or all(len(local) <= len(theirs) for local, theirs in pairs)
+        return alike
+
+    def _ordered(self, read_spec: ReadSpec, engine_id: str) -> ReadSpec:
+        """A handover's pairs of blocks in an order that NIXL can merge.
+
+        Where the base pairs by rules of its own, its order is left as it is.
+        """
+        if self._is_hma_required or not self._is_alike(engine_id):
+            return read_spec
+        ratio = self._physical_blocks_per_logical_kv_block
+        local, remote = self._apply_prefix_caching(
+            read_spec.local_block_ids, read_spec.remote_block_ids, ratio, ratio
+        )
+        if not any(map(len, local)):
+            return read_spec
+        ours, theirs = in_order(local, remote)
+        return ReadSpec(read_spec.remote_rank, ours, theirs)
 
     ############################################################
     # CONFIRM
     ############################################################
 
     def _pop_done_transfers(self, transfers: dict[str, list[int]]) -> set[str]:
-        done: set[str] = super()._pop_done_transfers(transfers)
+        done: set[str] = set()
+        for request_id in list(transfers):
+            # One by one, so that what is recorded can be told apart.
+            self.xfer_stats.about(
+                READ_BACK if request_id in self._reads else HANDOVER, self._read_from(request_id)
+            )
+            one = {request_id: transfers.pop(request_id)}
+            done |= super()._pop_done_transfers(one)
+            transfers.update(one)
         for request_id in list(done):
             if self._is(request_id, _State.READING):
                 done.discard(request_id)
@@ -367,6 +442,10 @@ class BidirWorker(MeetingWorker):
             else:
                 self._lose(request_id, asked.reason or Reason.HOLD_LOST)
         return done
+
+    def _read_from(self, request_id: str) -> str:
+        meta = self._recving_metadata.get(request_id)
+        return meta.remote.engine_id if meta is not None and meta.remote is not None else ""
 
     def _transferred(self, read: _Read, request_id: str) -> None:
         now = time.monotonic()
