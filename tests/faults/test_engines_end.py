@@ -21,13 +21,16 @@ from tests.faults.conftest import SILENCE_S, TIMEOUT_S, TTL_S
 from tests.faults.points import POINTS, FaultPoints
 from tests.faults.turns import (
     check_right,
+    clear_cache,
     decode,
     in_background,
     lost,
     prefill,
     read,
+    rests,
     tokens,
     turn,
+    used,
     wait_until,
 )
 from tools.cluster import Cluster, Engine
@@ -37,23 +40,6 @@ FULL = os.environ.get("BIDIR_FAULTS") == "full"
 D_DIES_AT = POINTS if FULL else ("held", "transferred")
 P_DIES_AT = POINTS if FULL else ("reading",)
 REASONS = ("peer_gone", "timeout", "hold_lost", "transfer_failed")
-
-
-def used(engine: Engine) -> float:
-    """Share of the engine's blocks that somebody holds."""
-    return metric(engine, "vllm:kv_cache_usage_perc")
-
-
-def rests(engine: Engine) -> None:
-    """All that the engine held for others comes back by itself."""
-    wait_until(lambda: used(engine) == 0, TTL_S + TIMEOUT_S, f"{engine.name} holds no block")
-    assert metric(engine, "vllm:num_requests_running") == 0
-    assert metric(engine, "vllm:num_requests_waiting") == 0
-
-
-def clear_cache(engine: Engine) -> None:
-    """So that a read-back has something to gain."""
-    httpx.post(f"{engine.url}/reset_prefix_cache", timeout=60).raise_for_status()
 
 
 def given_up(engine: Engine) -> float:

@@ -14,8 +14,17 @@ import pytest
 
 from tests.e2e.oracle import IDS, Compared, ask, compare
 from tests.e2e.turns import http, metric
-from tests.faults.test_engines_end import clear_cache, rests
-from tests.faults.turns import FIRST_TURN, check_right, decode, prefill, read, tokens, turn
+from tests.faults.turns import (
+    FIRST_TURN,
+    check_right,
+    clear_cache,
+    decode,
+    prefill,
+    read,
+    rests,
+    tokens,
+    turn,
+)
 from tools.cluster import Cluster, Engine
 
 # Mixed turns of the leak check; make test-full asks for 500.

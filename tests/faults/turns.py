@@ -9,11 +9,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
+
 from tests.e2e.oracle import IDS, Compared, ask, compare
 from tests.e2e.turns import metric
 from tools.cluster import Cluster, Engine
 from tools.cluster.tokenizer import GENERATED_IDS
 
+# Longer than anything is kept for others here: conftest.py's TTL_S and TIMEOUT_S together.
+REST_S = 30
 FIRST_TURN = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -67,3 +71,20 @@ def wait_until(true: Any, seconds: float, what: str) -> None:
     while not true():
         assert time.monotonic() < end, f"not within {seconds:.0f} s: {what}"
         time.sleep(0.1)
+
+
+def used(engine: Engine) -> float:
+    """Share of the engine's blocks that somebody holds."""
+    return metric(engine, "vllm:kv_cache_usage_perc")
+
+
+def rests(engine: Engine) -> None:
+    """All that the engine held for others comes back by itself."""
+    wait_until(lambda: used(engine) == 0, REST_S, f"{engine.name} holds no block")
+    assert metric(engine, "vllm:num_requests_running") == 0
+    assert metric(engine, "vllm:num_requests_waiting") == 0
+
+
+def clear_cache(engine: Engine) -> None:
+    """So that a read-back has something to gain."""
+    httpx.post(f"{engine.url}/reset_prefix_cache", timeout=60).raise_for_status()
