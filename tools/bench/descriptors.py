@@ -173,6 +173,8 @@ def serve(pipe: Connection, cache: Cache, device: str, threads: int) -> None:
 
 def measure(cache: Cache, device: str, threads: int, repeats: int) -> list[Read]:
     """Each case `repeats` times after one that does not count: the first opens the way."""
+    for case in CASES:
+        block_ids(case, cache, 1)  # refuses a pool that is too small before anything starts
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     other = context.Process(target=serve, args=(there, cache, device, threads))
