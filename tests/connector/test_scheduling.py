@@ -101,6 +101,27 @@ def test_a_preempted_request_is_not_read_for_again(
 
 
 @pytest.mark.parametrize("async_scheduling", ASYNC)
+def test_two_that_need_the_last_block_both_finish(model: Path, async_scheduling: bool) -> None:
+    """Their prompts take all 59 blocks in the same step; both then need one more.
+
+    Blocks of a preempted request may come back with the step in flight only.
+    """
+    d = Engine(
+        model,
+        "d",
+        blocks=60,
+        chunk=48,
+        batched_tokens=64,
+        prefix_caching=False,
+        async_scheduling=async_scheduling,
+    )
+    both = [d.add(unrelated(count, count), None, max_tokens=2) for count in (704, 225)]
+    d.serve(*both)
+    assert 0 < sum(one.num_preemptions for one in both) < 4, "one makes room, once"
+    d.forget()
+
+
+@pytest.mark.parametrize("async_scheduling", ASYNC)
 @pytest.mark.parametrize("lost", [False, True])
 def test_a_read_back_that_waits_keeps_its_blocks_while_others_are_preempted(
     model: Path, lost: bool, async_scheduling: bool
