@@ -502,6 +502,19 @@ def test_a_handover_whose_params_do_not_fit_fails_by_itself(
     assert ("handover" in bare.lost()[1]) is not fits
 
 
+def test_fewer_blocks_than_are_needed_do_not_fit_with_context_parallelism_either(
+    bare: Bare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        NixlPullConnectorWorker, "_read_blocks", lambda *_: pytest.fail("the base asserts it")
+    )
+    bare.dcp_size = bare.info.remote_dcp_size = 2
+    spec = SimpleNamespace(remote_rank=0, local_block_ids=[[1, 2]], remote_block_ids=[[5]])
+    bare._recving_metadata["handover"] = SimpleNamespace(local_block_ids=[[1, 2]])
+    bare._read_blocks(spec, "d", "handover", "x", 1, 2, 1)
+    assert "handover" in bare.lost()[1]
+
+
 def test_an_engine_is_not_forgotten_while_a_read_from_it_is_confirmed(bare: Bare) -> None:
     """Else what the read-back still needs to know of it is gone when CONFIRM is answered."""
     hold(bare)

@@ -395,7 +395,6 @@ class BidirWorker(MeetingWorker):
             self.transfer_topo.block_size_ratio(remote.remote_block_size) == 1
             and remote.remote_physical_blocks_per_logical
             == self._physical_blocks_per_logical_kv_block
-            and self.dcp_size == remote.remote_dcp_size == 1
         )
         return alike
 
@@ -404,7 +403,13 @@ class BidirWorker(MeetingWorker):
 
         Where the base pairs by rules of its own, its order is left as it is.
         """
-        if self._is_hma_required or not self._is_alike(engine_id):
+        assert self.transfer_topo is not None  # set with the caches, before any request
+        theirs_dcp = self.transfer_topo.get_engine_info(engine_id).remote_dcp_size
+        if (
+            self._is_hma_required
+            or not self._is_alike(engine_id)
+            or (self.dcp_size, theirs_dcp) != (1, 1)
+        ):
             return read_spec
         ratio = self._physical_blocks_per_logical_kv_block
         local, remote = self._apply_prefix_caching(
