@@ -13,11 +13,10 @@ import httpx
 
 from tests.e2e.oracle import IDS, Compared, ask, compare
 from tests.e2e.turns import metric
+from tests.faults.conftest import TIMEOUT_S, TTL_S
 from tools.cluster import Cluster, Engine
 from tools.cluster.tokenizer import GENERATED_IDS
 
-# Longer than anything is kept for others here: conftest.py's TTL_S and TIMEOUT_S together.
-REST_S = 30
 FIRST_TURN = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -80,7 +79,7 @@ def used(engine: Engine) -> float:
 
 def rests(engine: Engine) -> None:
     """All that the engine held for others comes back by itself."""
-    wait_until(lambda: used(engine) == 0, REST_S, f"{engine.name} holds no block")
+    wait_until(lambda: used(engine) == 0, TTL_S + TIMEOUT_S, f"{engine.name} holds no block")
     assert metric(engine, "vllm:num_requests_running") == 0
     assert metric(engine, "vllm:num_requests_waiting") == 0
 
