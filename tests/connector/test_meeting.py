@@ -29,6 +29,7 @@ class Bare(MeetingWorker):
             patch.setattr(NixlPullConnectorWorker, "__init__", lambda self, *rest: None)
             self._handshake_initiation_executor = ThreadPoolExecutor(1)
             self.nixl_wrapper, self.nixl_memory_type = None, "DRAM"
+            self.kv_cache_layout = "LBHNC"
             super().__init__(base, "p", base)
         self.world_size, self.block_size, self._physical_blocks_per_logical_kv_block = 1, 16, 1
         self.block_len_per_layer = self.block_stride_per_layer = [1000]
@@ -41,6 +42,10 @@ class Bare(MeetingWorker):
         self._recving_transfers: dict[str, list[int]] = {}
         self._recving_metadata: dict[str, Any] = {}
         self._failed_recv_reqs: queue.Queue[str] = queue.Queue()
+        info = SimpleNamespace(remote_block_size=16, remote_physical_blocks_per_logical=1)
+        self.transfer_topo: Any = SimpleNamespace(
+            get_engine_info=lambda engine: info, block_size_ratio=lambda size: 1
+        )
         self.silent = threading.Event()
 
     def shutdown(self) -> None:
@@ -69,6 +74,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> Any:
             block_strides=[1000],
             num_blocks=10,
             device_id=0,
+            kv_cache_layout="BLNHC",
         )
         return {(0, 0): self.add_remote_agent(metadata, 0, size, 1)}, 0.0
 

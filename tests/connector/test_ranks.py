@@ -14,6 +14,7 @@ import pytest
 import torch
 from vllm.bidir.connector import peer, questions
 from vllm.bidir.connector.outcome import Outcome, WorkerReport
+from vllm.bidir.connector.posting import Poster
 from vllm.bidir.reasons import Reason
 from vllm.distributed.kv_transfer.kv_connector.utils import (
     EngineTransferInfo,
@@ -77,6 +78,7 @@ class Rank(Bare):
         mapping = compute_tp_mapping(self.transfer_topo, remote_size, (spec,))
         self.tp_mappings = {"d": mapping}
         self.nixl_wrapper = Nixl()
+        self._poster = Poster(self.nixl_wrapper, lambda: None, shared=False)
         self._recving_transfers = defaultdict(list)
         # The handle of D's rank k is 100 + k, so that posted reads show whose memory they read.
         self.dst_xfer_side_handles = {"d": {k: 100 + k for k in range(remote_size)}}

@@ -2,97 +2,32 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
-from vllm.bidir.connector import agents, peer, questions
+from vllm.bidir.connector import agents, peer, posting, questions
 from vllm.bidir.connector.decision import Source
 from vllm.bidir.connector.messages import HoldAnswer
 from vllm.bidir.connector.proof import make_proof
 from vllm.bidir.connector.read_back import ReadBack
 from vllm.bidir.connector.rows import Row, in_order, row_of
 from vllm.bidir.connector.worker import BidirWorker
-from vllm.config import set_current_vllm_config
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
-    NixlAgentMetadata,
     NixlConnectorMetadata,
     RemoteMeta,
     ReqMeta,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 
-from tests.connector.sim import BLOCK, kv_cache_config, vllm_config
+from tests.connector.nodes import BLOCKS, LAYERS, Node, alone
+from tests.connector.sim import BLOCK
 
-LAYERS, HEADS, SIZE = 3, 2, 4
-BLOCKS = {"p": 40, "d": 50}
-
-
-class Node:
-    """A worker with a KV cache of its own, all of whose bytes are random."""
-
-    def __init__(self, model: Path, engine_id: str, layout: str) -> None:
-        config = vllm_config(model, engine_id)
-        config.cache_config.kv_cache_layout = layout
-        spec = FullAttentionSpec(
-            block_size=BLOCK, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.float32
-        )
-        names = [f"layer.{number}" for number in range(LAYERS)]
-        blocks = BLOCKS[engine_id]
-        with set_current_vllm_config(config):
-            self.worker = BidirWorker(
-                config, engine_id, kv_cache_config(blocks, KVCacheGroupSpec(names, spec))
-            )
-        page = (HEADS, BLOCK, 2 * SIZE)
-        outer = (blocks, LAYERS) if layout == "BLHNC" else (LAYERS, blocks)
-        storage = torch.rand((*outer, *page))
-        if layout == "BLHNC":
-            self.layers = [storage[:, number] for number in range(LAYERS)]
-        else:
-            self.layers = [storage[number].clone() for number in range(LAYERS)]
-        self.worker.register_kv_caches(dict(zip(names, self.layers, strict=True)))
-        payload = self.worker.xfer_handshake_metadata
-        decoder = msgspec.msgpack.Decoder(NixlAgentMetadata)
-        self.metadata = decoder.decode(payload.agent_metadata_bytes)
-
-    def meets(self, other: Node) -> None:
-        worker, engine_id = self.worker, other.worker.engine_id
-        name = worker.add_remote_agent(other.metadata, 0, 1, 1)
-        worker._remote_agents[engine_id][0, 0] = name
-        worker._addresses[engine_id] = ("localhost", 1)
-        worker._engine_clock_offset[engine_id] = 0.0
-
-    def block(self, number: int) -> torch.Tensor:
-        """[layer, head, token, content]"""
-        return torch.stack([layer[number] for layer in self.layers])
-
-    def wait_for(self, request_id: str) -> None:
-        end = time.monotonic() + 10
-        while True:
-            self.worker._advance()
-            if request_id in self.worker.get_finished()[1]:
-                break
-            assert time.monotonic() < end
-            time.sleep(0.001)
-        assert self.worker.get_block_ids_with_load_errors() == set()
-
-    def descriptors(self) -> list[int]:
-        """Of the transfers so far, as NIXL has counted them."""
-        return list(self.worker.xfer_stats.data["num_descriptors"])
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank, without process groups, and blocks that no attention kernel looks at."""
-    monkeypatch.setattr(base_worker, "select_common_block_size", lambda size, backends: size)
-    monkeypatch.setattr(base_worker, "get_tensor_model_parallel_rank", lambda: 0)
-    monkeypatch.setattr(base_worker, "get_tensor_model_parallel_world_size", lambda: 1)
+__all__ = ["alone"]
 
 
 @pytest.fixture(params=["BLHNC", "LBHNC"])
@@ -163,26 +98,29 @@ def test_a_read_back_brings_each_block_to_its_place(
 def test_a_handover_brings_each_block_to_its_place(pair: tuple[Node, Node]) -> None:
     """Of a prompt of which D has a part: the last blocks are those that it still needs."""
     p, d = pair
-    first = [1, 2]
-    meta = ReqMeta(
-        local_block_ids=(THEIRS,),
-        local_physical_block_ids=(THEIRS,),
-        tp_size=1,
-        dcp_size=1,
-        pp_size=1,
-        remote=RemoteMeta(
-            block_ids=(first + OURS,), host="localhost", port=1, engine_id="p", request_id="at-p"
-        ),
-    )
     before = [d.block(number).clone() for number in range(BLOCKS["d"])]
-    metadata = NixlConnectorMetadata()
-    metadata.reqs_to_recv["r"] = meta
-    d.worker.start_load_kv(metadata)
-    d.wait_for("r")
+    hands_over(d, THEIRS, [1, 2, *OURS])
     check_moved(before, d, THEIRS, p, OURS)
     assert d.descriptors() == [expected_descriptors(d)]
     notified = wait_for_notification(p)
     assert notified == b"at-p:1", "P frees its blocks when all have come"
+
+
+def hands_over(d: Node, ours: list[int], theirs: list[int]) -> None:
+    """D reads P's blocks into its own, the last into the last."""
+    metadata = NixlConnectorMetadata()
+    metadata.reqs_to_recv["r"] = ReqMeta(
+        local_block_ids=(ours,),
+        local_physical_block_ids=(ours,),
+        tp_size=1,
+        dcp_size=1,
+        pp_size=1,
+        remote=RemoteMeta(
+            block_ids=(theirs,), host="localhost", port=1, engine_id="p", request_id="at-p"
+        ),
+    )
+    d.worker.start_load_kv(metadata)
+    d.wait_for("r")
 
 
 def wait_for_notification(node: Node) -> bytes:
@@ -194,19 +132,50 @@ def wait_for_notification(node: Node) -> bytes:
     return bytes(message)
 
 
+@pytest.mark.parametrize("aside", [False, True])
+def test_many_blocks_are_there_when_they_are_said_to_be(
+    pair: tuple[Node, Node], aside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that are posted in another thread: neither too early, nor twice."""
+    p, d = pair
+    monkeypatch.setattr(posting, "INLINE", 0 if aside else 1000)
+    ours, theirs = list(range(49, 0, -1))[:38], list(range(1, 39))
+    taken: list[str] = []
+    transfer = d.worker.nixl_wrapper.transfer
+
+    def slowly(handle: object) -> object:
+        taken.append(threading.current_thread().name)
+        time.sleep(0.05)
+        return transfer(handle)
+
+    monkeypatch.setattr(d.worker.nixl_wrapper, "transfer", slowly)
+    for _ in range(3):
+        for layer in d.layers:
+            layer[ours] = 0.0
+        hands_over(d, ours, theirs)
+        for mine, their in zip(ours, theirs, strict=True):
+            assert torch.equal(d.block(mine), p.block(their))
+        assert d.worker.get_finished() == (set(), set())
+    assert all(name.startswith("bidir_post") is aside for name in taken)
+
+
 def check_moved(
     before: list[torch.Tensor], to: Node, ours: list[int], source: Node, theirs: list[int]
 ) -> None:
     for mine, their in zip(ours, theirs, strict=True):
         assert torch.equal(to.block(mine), source.block(their))
-    for number, block in enumerate(before):
+    # A probe may have read into the null block.
+    for number, block in enumerate(before[1:], 1):
         if number not in ours:
             assert torch.equal(to.block(number), block), "no other block is touched"
 
 
-def test_a_peer_with_other_layers_is_read_layer_by_layer(model: Path) -> None:
+def test_a_peer_with_other_layers_is_read_layer_by_layer(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     p, d = Node(model, "p", "BLHNC"), Node(model, "d", "BLHNC")
     d.metadata.block_lens = [2 * d.metadata.block_lens[0], 0, d.metadata.block_lens[2]]
+    monkeypatch.setattr(BidirWorker, "is_alike", lambda *_: True)
     p.worker._meet_rows(d.metadata, 0, "agent")
     assert p.worker._rows.of("d", 0) is None
 
@@ -222,23 +191,50 @@ def test_an_engine_that_is_forgotten_takes_its_rows_with_it(model: Path) -> None
 
 
 @pytest.mark.parametrize(("p_layout", "d_layout"), [("BLHNC", "LBHNC"), ("LBHNC", "BLHNC")])
-def test_other_layouts_do_not_meet(model: Path, p_layout: str, d_layout: str) -> None:
-    with pytest.raises(RuntimeError, match="kv_cache_layout"):
-        Node(model, "p", p_layout).meets(Node(model, "d", d_layout))
+def test_nodes_of_either_layout_read_from_each_other(
+    model: Path, p_layout: str, d_layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p, d = Node(model, "p", p_layout), Node(model, "d", d_layout)
+    p.meets(d)
+    d.meets(p)
+    before = [p.block(number).clone() for number in range(BLOCKS["p"])]
+    reads_back(p, d, monkeypatch)
+    check_moved(before, p, OURS, d, THEIRS)
+    assert p.worker._rows.of("d", 0) is None
+
+
+def test_a_stock_node_is_told_what_it_would_be_itself(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refuses another name than its own."""
+    assert Node(model, "p", "BLHNC").metadata.kv_cache_layout == "LBHNC"
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BLHNC")
+    chosen = Node(model, "d", "BLHNC")
+    assert chosen.metadata.kv_cache_layout == "BLHNC"
+    chosen.meets(Node(model, "p", "LBHNC"))
 
 
 @pytest.mark.parametrize("layout", ["BLHNC", "LBHNC"])
-def test_smaller_blocks_are_not_put_where_they_do_not_belong(model: Path, layout: str) -> None:
-    """The base takes a part of a block for a part of the distance to the next one."""
-    p, d = Node(model, "p", layout), Node(model, "d", layout)
-    p.metadata.block_size = BLOCK // 2
-    p.metadata.block_lens = [length // 2 for length in p.metadata.block_lens]
-    if layout == "BLHNC":
-        with pytest.raises(ValueError, match="--block-size"):
-            d.meets(p)
-    else:
-        d.meets(p)
-        assert d.worker._rows.of("p", 0) is None
+def test_smaller_blocks_are_put_where_they_belong(
+    model: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base takes a part of a block for a part of the distance to the next one.
+
+    One behind the other, as they come; what the base makes of them then is its own.
+    """
+    monkeypatch.setattr(BidirWorker, "post_process_device_kv_on_receive", lambda *_: None)
+    p, d = Node(model, "p", layout, BLOCK // 2), Node(model, "d", layout)
+    d.meets(p)
+    assert d.worker._rows.of("p", 0) is None
+    ours, theirs = [30, 11], [7, 21, 3, 22]
+    before = [d.block(number).clone() for number in range(BLOCKS["d"])]
+    hands_over(d, ours, theirs)
+    for number, (first, second) in zip(ours, [theirs[:2], theirs[2:]], strict=True):
+        parts = [p.block(part).flatten(1) for part in (first, second)]
+        assert torch.equal(d.block(number).flatten(1), torch.cat(parts, dim=1))
+    for number, block in enumerate(before[1:], 1):
+        if number not in ours:
+            assert torch.equal(d.block(number), block), "no other block is touched"
 
 
 @pytest.mark.parametrize(("tp_size", "dcp_size"), [(2, 1), (1, 2)])

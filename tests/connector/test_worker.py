@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import defaultdict
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,11 +21,13 @@ from vllm.bidir.connector.decision import Source, parse_source
 from vllm.bidir.connector.messages import HoldAnswer
 from vllm.bidir.connector.outcome import WorkerReport
 from vllm.bidir.connector.pace import Pace
+from vllm.bidir.connector.posting import INLINE, Poster
+from vllm.bidir.connector.probes import Probes
 from vllm.bidir.connector.proof import make_proof
 from vllm.bidir.connector.read_back import ReadBack
 from vllm.bidir.connector.rows import RowHandles
 from vllm.bidir.connector.stats import BidirStats
-from vllm.bidir.connector.worker import BidirWorker
+from vllm.bidir.connector.worker import BidirWorker, _State
 from vllm.bidir.reasons import Reason
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
@@ -49,12 +52,13 @@ class FakeNixl:
 
     def __init__(self) -> None:
         self.posted: list[tuple[Any, ...]] = []
+        self.notifications: list[bytes | None] = []
         self.states = ["DONE"]
         self.released = 0
 
     def make_prepped_xfer(self, *arguments: Any, **more: Any) -> int:
-        assert not more, "a read-back notifies nobody"
         self.posted.append(arguments)
+        self.notifications.append(more.get("notif_msg"))
         return len(self.posted)
 
     def transfer(self, handle: int) -> None:
@@ -70,13 +74,30 @@ class FakeNixl:
         self.released += 1
 
 
+class StillProbes(Probes):
+    """Knows what tests say of links; notes which engines were to be probed."""
+
+    def __init__(self) -> None:
+        super().__init__(None, lambda *_: None, lambda: None, threading.Lock())
+        self.started: list[str] = []
+
+    def start(self, engine_id: str) -> None:
+        self.started.append(engine_id)
+        self.links.probe_started(engine_id)
+
+
 class Bare(BidirWorker):
     """The worker's own logic, on stand-ins for what the base sets up with real memory."""
 
     def __init__(self) -> None:
-        self._recving_metadata, self._recving_transfers = {}, {}
+        self._recving_metadata, self._recving_transfers = {}, defaultdict(list)
         self._invalid_block_ids, self._failed_recv_reqs = queue.Queue(), queue.Queue()
         self._remember_nobody()
+        self.nixl_wrapper = FakeNixl()
+        self.nixl_memory_type = "DRAM"
+        self._poster = Poster(self.nixl_wrapper, lambda: None, shared=False)
+        self._probes = StillProbes()
+        self._to_be_measured: set[str] = set()
         self._set_up(timeout_s=TIMEOUT_S)
         self._obstacle = None
         self._remote_agents: dict[str, Any] = {"d": {}}
@@ -87,7 +108,6 @@ class Bare(BidirWorker):
         self._physical_blocks_per_logical_kv_block = 1
         self.world_size, self.tp_rank = 1, 0
         self.xfer_stats = BidirStats()
-        self.nixl_wrapper = FakeNixl()
         self.engine_id = "p"
         self.dst_num_blocks = {"d": 100, "p": 100}
         self.block_len_per_layer, self.dcp_size = [1000], 1
@@ -114,6 +134,10 @@ class Bare(BidirWorker):
 
     def _compute_desc_ids(self, block_ids: Any, **more: Any) -> Any:
         return [block for group in block_ids for block in group]
+
+    def _apply_prefix_caching(self, ours: Any, theirs: Any, *ratios: int) -> Any:
+        pairs = zip(ours, theirs, strict=True)
+        return ours, [their[len(their) - len(our) :] for our, their in pairs]
 
     def _ensure_handshake(self, engine_id: str, *address: Any) -> Future[Any] | None:
         if engine_id in self._remote_agents:
@@ -146,6 +170,7 @@ class Bare(BidirWorker):
 
     def finish(self) -> tuple[set[str], WorkerReport | None]:
         """A step's end: requests that the scheduler hears of, and the report beside them."""
+        self._take_up_posts()
         done = self._pop_done_transfers(self._recving_transfers)
         while not self._failed_recv_reqs.empty():
             done.add(self._failed_recv_reqs.get())
@@ -488,17 +513,14 @@ def test_an_engine_whose_layers_are_not_plain_reads_nothing(bare: Bare) -> None:
     ],
 )
 def test_a_handover_whose_params_do_not_fit_fails_by_itself(
-    bare: Bare, monkeypatch: pytest.MonkeyPatch, local: Any, remote: Any, fits: bool
+    bare: Bare, local: Any, remote: Any, fits: bool
 ) -> None:
     """Params come with a request; the base asserts what they say, which would end the engine."""
-    read: list[str] = []
-    monkeypatch.setattr(
-        NixlPullConnectorWorker, "_read_blocks", lambda *arguments: read.append(arguments[3])
-    )
     spec = SimpleNamespace(remote_rank=0, local_block_ids=local, remote_block_ids=remote)
     bare._recving_metadata["handover"] = SimpleNamespace(local_block_ids=local)
+    bare._recving_transfers["handover"] = []
     bare._read_blocks(spec, "d", "handover", "x", 1, 2, 1)
-    assert read == (["handover"] if fits else [])
+    assert bare.nixl_wrapper.notifications == ([b"x:1"] if fits else [])
     assert ("handover" in bare.lost()[1]) is not fits
 
 
@@ -559,3 +581,206 @@ def test_a_transfer_that_cannot_be_released_ends_no_engine(
     for _ in range(4):
         bare.finish()
     assert bare._given_up.engines() == set()
+
+
+class Slow(FakeNixl):
+    """Takes a READ over only when it may; `taken` says in which thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may = threading.Event()
+        self.taken: list[str] = []
+        self.refuses = False
+
+    def transfer(self, handle: int) -> None:
+        self.taken.append(threading.current_thread().name)
+        assert self.may.wait(5)
+        if self.refuses:
+            raise RuntimeError("not now")
+
+
+@pytest.fixture
+def slow(bare: Bare) -> Slow:
+    """P is to read so many blocks that they are posted aside, and NIXL takes its time."""
+    nixl = bare.nixl_wrapper = Slow()
+    bare._poster = Poster(nixl, lambda: None, shared=True)
+    count = INLINE + 1
+    local = tuple(range(10, 10 + count))
+    bare._reads["r"].order = replace(ORDER, first_block=0, local_block_ids=local)
+    bare._recving_metadata["r"].local_block_ids = (list(local),)
+    bare._recving_metadata["r"].local_physical_block_ids = (list(local),)
+    bare.dst_num_blocks = {"d": 1000, "p": 1000}
+    arrived(bare._questions.holds)
+    bare._held("r", peer.Asked(hold=answer(block_ids=list(range(40, 40 + count)))))
+    return nixl
+
+
+def ended(bare: Bare, seconds: float = 5.0) -> None:
+    """Wait until the thread has done with what it was given."""
+    end = time.monotonic() + seconds
+    while not all(post.ended for posts in bare._poster._posts.values() for post in posts):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_a_long_read_is_posted_in_another_thread_and_the_step_goes_on(
+    bare: Bare, slow: Slow
+) -> None:
+    assert bare.finish()[0] == set(), "it is not done before NIXL has it"
+    assert bare._is("r", _State.READING)
+    assert "d" in bare.busy_engines()
+    slow.states = ["PROC"]
+    slow.may.set()
+    ended(bare)
+    assert slow.taken == [name for name in slow.taken if name.startswith("bidir_post")] != []
+    assert bare._pop_done_transfers(bare._recving_transfers) == set(), "not taken up yet"
+    assert bare._is("r", _State.READING)
+    bare.finish()
+    assert bare._is("r", _State.READING), "NIXL is at it"
+    bare.finish()
+    assert bare._is("r", _State.CONFIRMING)
+    confirm(bare)
+    assert "r" in bare.finish()[0]
+    assert bare.lost() == (set(), set())
+
+
+def test_a_long_read_that_nixl_refuses_is_computed(bare: Bare, slow: Slow) -> None:
+    slow.refuses = True
+    slow.may.set()
+    ended(bare)
+    done, report = bare.finish()
+    assert done == {"r"}
+    assert report is not None and report.outcomes["r"].lost is Reason.TRANSFER_FAILED
+    assert slow.released == 1
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_read_given_up_before_nixl_has_it_keeps_its_blocks_until_it_has_ended(
+    bare: Bare, slow: Slow, refuses: bool
+) -> None:
+    slow.refuses = refuses
+    bare._reads["r"].deadline = 0.0
+    bare._advance()
+    _, report = bare.finish()
+    assert report is not None and report.outcomes["r"].lost is Reason.TIMEOUT
+    assert report.writers == {"r": 1}
+    assert "d" in bare.busy_engines()
+    _, report = bare.finish()
+    assert report is None, "NIXL may still begin to write"
+    slow.states = [] if refuses else ["PROC", "DONE"]
+    slow.may.set()
+    end = time.monotonic() + 5
+    while report is None or not report.writers:
+        report = bare.finish()[1]
+        assert time.monotonic() < end
+    assert report.writers == {"r": -1}
+    assert "d" not in bare.busy_engines()
+
+
+def test_an_engine_that_is_read_from_is_not_evicted(bare: Bare, slow: Slow) -> None:
+    bare._engine_ttl = 100.0
+    long_ago = time.perf_counter() - 1000.0
+    bare._engine_last_active = {"d": long_ago, "gone": long_ago}
+    bare._evict_stale_engines()
+    assert bare.cleaned == ["gone"]
+    slow.may.set()
+
+
+RATE_MB_S = 1000.0
+
+
+def known(bare: Bare, engine_id: str, rate: float) -> None:
+    """A probe has found that the link moves so many MB/s."""
+    bare._probes.links.measured(engine_id, rate, time.monotonic())
+
+
+def order_that_computes_in(bare: Bare, seconds: float | None) -> ReadBack:
+    """A read-back whose tokens take so long to compute; it is of 0.003 MB."""
+    return replace(ORDER, compute_s=seconds)
+
+
+@pytest.mark.parametrize(
+    ("compute_s", "lost"),
+    [(None, None), (1.0, None), (1e-6, Reason.SLOW_LINK)],
+    ids=["unknown", "slow to compute", "fast to compute"],
+)
+def test_what_is_computed_sooner_is_not_read(
+    bare: Bare, compute_s: float | None, lost: Reason | None
+) -> None:
+    known(bare, "d", RATE_MB_S)
+    bare._order("r2", order_that_computes_in(bare, compute_s))
+    assert bare._reads["r2"].lost is lost
+    if lost:
+        assert "r2" in bare.lost()[1], "and nobody is asked"
+
+
+def test_a_slow_peer_is_looked_at_again_from_time_to_time(
+    bare: Bare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known(bare, "d", RATE_MB_S)
+    for number in range(3):
+        bare._order(f"s{number}", order_that_computes_in(bare, 1e-6))
+    assert bare._probes.started == [], "it has just been measured"
+    later = time.monotonic() + 3600
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: later)
+        bare._order("s3", order_that_computes_in(bare, 1e-6))
+        bare._order("s4", order_that_computes_in(bare, 1e-6))
+    assert bare._probes.started == ["d"], "once, until that has ended"
+    known(bare, "d", 1e9)
+    bare._order("s5", order_that_computes_in(bare, 1e-6))
+    assert bare._reads["s5"].lost is None
+
+
+def test_a_peer_of_unknown_speed_is_measured_beside_the_first_read(bare: Bare) -> None:
+    hold(bare)
+    assert bare._probes.started == ["d"]
+    assert bare._reads["r"].lost is None
+
+
+def test_a_read_that_took_longer_than_computing_has_its_link_measured(bare: Bare) -> None:
+    known(bare, "d", 1e9)
+    bare._reads["r"].order = order_that_computes_in(bare, 0.001)
+    hold(bare)
+    assert bare._probes.started == []
+    bare._reads["r"].posted -= 1.0
+    bare._probes.links._links["d"].probed = -1e9
+    bare.finish()
+    assert bare._probes.started == ["d"]
+
+
+def test_a_read_that_is_given_up_has_its_link_measured(bare: Bare) -> None:
+    known(bare, "d", 1e9)
+    hold(bare)
+    bare._probes.links._links["d"].probed = -1e9
+    bare._reads["r"].deadline = 0.0
+    bare._advance()
+    assert bare._probes.started == ["d"]
+
+
+def test_on_a_gpu_a_prompt_is_computed_while_its_peer_is_met(bare: Bare) -> None:
+    """Opening the mapping of the peer's memory takes about a second."""
+    bare.nixl_memory_type = "VRAM"
+    bare.forget("d")
+    hold(bare)
+    assert bare._reads["r"].lost is Reason.MEETING
+    assert len(bare.handshakes) == 1
+    assert "d" in bare._to_be_measured
+    bare.finish()
+    bare.meets("d", (SOURCE.host, SOURCE.port), b"one")
+    known(bare, "d", 1e9)
+    bare._order("r2", ORDER)
+    arrived(bare._questions.holds, "r2")
+    bare._held("r2", peer.Asked(hold=answer()))
+    assert bare._is("r2", _State.READING)
+
+
+def test_where_it_waits_a_slow_link_is_found_before_the_first_read(bare: Bare) -> None:
+    bare.forget("d")
+    bare._reads["r"].order = order_that_computes_in(bare, 1e-6)
+    hold(bare)
+    assert bare._is("r", _State.MEETING)
+    known(bare, "d", RATE_MB_S)
+    bare.meets("d", (SOURCE.host, SOURCE.port), b"one")
+    assert bare._reads["r"].lost is Reason.SLOW_LINK
+    assert bare.nixl_wrapper.posted == []

@@ -24,6 +24,8 @@ class Reason(str, Enum):
     TIMEOUT = "timeout"
     TRANSFER_FAILED = "transfer_failed"
     PEER_GONE = "peer_gone"
+    MEETING = "meeting"
+    SLOW_LINK = "slow_link"
     BYPASS_N = "bypass_n"
     BYPASS_LIST = "bypass_list"
     BYPASS_LOGPROBS = "bypass_logprobs"

@@ -38,6 +38,13 @@ def select_connector(connector_cls: Any, kv_transfer_config: KVTransferConfig) -
     return BidirConnector
 
 
+def preferred_layout(vllm_config: VllmConfig, required: str | None) -> str | None:
+    """The KV cache layout to ask for, given what the connector's class requires."""
+    from vllm.bidir.connector import layout
+
+    return layout.preferred(vllm_config, required)
+
+
 def end_kept_turns(scheduler: Any) -> None:
     """What blocks hold is about to lose its meaning (reset, pause, new weights).
 

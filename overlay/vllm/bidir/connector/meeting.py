@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from vllm.bidir.connector import agents
+import numpy as np
+from vllm.bidir.connector import agents, layout
+from vllm.bidir.connector.nixl_config import configured, delay_us
 from vllm.bidir.connector.options import read_options
-from vllm.bidir.connector.progress import delay_us, waiting_between_looks
-from vllm.bidir.connector.rows import RowHandles, row_of
+from vllm.bidir.connector.rows import RowHandles, parts_of, row_of
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     NixlAgentMetadata,
     NixlConnectorMetadata,
@@ -49,8 +50,13 @@ class MeetingWorker(NixlPullConnectorWorker):
     ) -> None:
         assert vllm_config.kv_transfer_config is not None  # else no connector
         self.options = read_options(vllm_config.kv_transfer_config)
-        with waiting_between_looks(NixlWrapper, delay_us(self.options.progress_delay_us)):
+        delay = delay_us(self.options.progress_delay_us)
+        with configured(NixlWrapper, delay) as made:
             super().__init__(vllm_config, engine_id, kv_cache_config)
+        # Whether NIXL's agent may be used in several threads.
+        self.shares_agent = made.shared
+        detected: str = self.kv_cache_layout  # type: ignore[has-type]
+        self.kv_cache_layout = layout.announced(detected)
         self._rows = RowHandles(self.nixl_wrapper, self.nixl_memory_type)
         # The base has one thread, in which a silent peer delays the handshakes with all others.
         self._handshake_initiation_executor.shutdown(wait=False)
@@ -134,6 +140,17 @@ class MeetingWorker(NixlPullConnectorWorker):
         self._cleanup_remote_engine(engine_id)
         return True
 
+    def is_alike(self, engine_id: str) -> bool:
+        """Whether a peer's blocks are as long as ours, so that they pair one to one."""
+        assert self.transfer_topo is not None  # set with the caches, before any request
+        remote = self.transfer_topo.get_engine_info(engine_id)
+        alike: bool = (
+            self.transfer_topo.block_size_ratio(remote.remote_block_size) == 1
+            and remote.remote_physical_blocks_per_logical
+            == self._physical_blocks_per_logical_kv_block
+        )
+        return alike
+
     def busy_engines(self) -> set[str]:
         """Engines that something is being read from."""
         under_way = map(self._recving_metadata.get, self._recving_transfers)
@@ -154,40 +171,42 @@ class MeetingWorker(NixlPullConnectorWorker):
         remote_tp_size: int = 1,
         remote_dcp_size: int = 1,
     ) -> str:
-        """ValueError for a peer whose blocks the base would put where they do not belong."""
-        if nixl_agent_meta.block_size != self.block_size and self._is_spread():
-            raise ValueError(
-                f"engine {nixl_agent_meta.engine_id} has blocks of {nixl_agent_meta.block_size} "
-                f"tokens, this one of {self.block_size}: with the layers of a block side by side "
-                "(VLLM_KV_CACHE_LAYOUT) both need the same --block-size"
-            )
+        theirs = layout.as_ours(nixl_agent_meta, self.kv_cache_layout)
         with self._nixl_entry:
             name: str = super().add_remote_agent(
-                nixl_agent_meta, remote_tp_rank, remote_tp_size, remote_dcp_size
+                theirs, remote_tp_rank, remote_tp_size, remote_dcp_size
             )
-            if remote_tp_size == self.world_size and remote_dcp_size == 1:
-                self._meet_rows(nixl_agent_meta, remote_tp_rank, name)
-        met = self._agents.setdefault(nixl_agent_meta.engine_id, {})
-        met[remote_tp_rank] = agents.digest(nixl_agent_meta.agent_metadata)
+            if (remote_tp_size, remote_dcp_size) == (self.world_size, 1):
+                self._meet_rows(theirs, remote_tp_rank, name)
+        met = self._agents.setdefault(theirs.engine_id, {})
+        met[remote_tp_rank] = agents.digest(theirs.agent_metadata)
         return name
 
-    def _is_spread(self) -> bool:
-        """Whether a layer's blocks do not lie one behind the other.
-
-        The base finds a part of a block by dividing the distance of blocks, and not their length.
-        """
-        return self.block_stride_per_layer != self.block_len_per_layer
-
     def _meet_rows(self, theirs: NixlAgentMetadata, rank: int, agent: str) -> None:
-        if (theirs.block_size, theirs.physical_blocks_per_logical_kv_block) != (
-            self.block_size,
-            self._physical_blocks_per_logical_kv_block,
-        ):
+        if not self.is_alike(theirs.engine_id):
             return
         lengths = theirs.block_lens
         row = row_of(theirs.kv_caches_base_addr, lengths, theirs.block_strides)
         self._rows.meet(
             theirs.engine_id, rank, agent, row, lengths, theirs.num_blocks, theirs.device_id
+        )
+
+    def _build_fa_local(self, base_addresses: list[int], block_size_ratio: int) -> Any:
+        """[layers * parts, 3] address, bytes, device: own blocks, in parts as long as a peer's.
+
+        The base takes a part of a block for a part of the distance to the next one, which is more
+        where other layers lie between.
+        """
+        if block_size_ratio == 1 or self.block_stride_per_layer == self.block_len_per_layer:
+            return super()._build_fa_local(base_addresses, block_size_ratio)
+        layers = zip(
+            base_addresses, self.block_len_per_layer, self.block_stride_per_layer, strict=True
+        )
+        return np.concatenate(
+            [
+                parts_of(base, length, stride, self.num_blocks, block_size_ratio, self.device_id)
+                for base, length, stride in layers
+            ]
         )
 
     def _add_notif_only_remote_agent(self, *args: Any) -> str:

@@ -13,7 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerM
 class Outcome:
     """One rank's read-back, or that of all ranks: seconds, and MB (10^6 bytes) that were read.
 
-    `lost` says why it was given up; None: all bytes are there and confirmed.
+    `engine_s`: of the engine's thread, which runs nothing else meanwhile. `lost` says why it was
+    given up; None: all bytes are there and confirmed.
     """
 
     lost: Reason | None
@@ -21,6 +22,7 @@ class Outcome:
     hold_s: float = 0.0
     transfer_s: float = 0.0
     confirm_s: float = 0.0
+    engine_s: float = 0.0
 
     def with_rank(self, other: Outcome) -> Outcome:
         """Both ranks: lost if one is, as slow as the slower."""
@@ -30,6 +32,7 @@ class Outcome:
             max(self.hold_s, other.hold_s),
             max(self.transfer_s, other.transfer_s),
             max(self.confirm_s, other.confirm_s),
+            max(self.engine_s, other.engine_s),
         )
 
 

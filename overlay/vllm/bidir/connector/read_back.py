@@ -14,6 +14,7 @@ class ReadBack:
 
     One local block for each position: `first_block + k` of D's list goes to the k-th. Counts are
     in tokens: `prompt` of the request, `local` that P had itself, `total` when the read is done.
+    `compute_s`: seconds that computing what is read would take, None if that is not known.
     """
 
     source: Source
@@ -24,6 +25,7 @@ class ReadBack:
     local: int
     verified: int
     total: int
+    compute_s: float | None = None
 
     @property
     def remote_positions(self) -> slice:

@@ -54,6 +54,20 @@ def row_of(bases: Sequence[int], lengths: Sequence[int], strides: Sequence[int])
     return Row(bases[0], sum(lengths), strides[0])
 
 
+def parts_of(
+    address: int, length: int, stride: int, blocks: int, parts: int, device: int
+) -> NDArray[np.uint64]:
+    """[blocks * parts, 3] address, bytes, device: each block of `length` bytes, one every `stride`,
+    in so many equal parts."""
+    size = length // parts
+    starts = address + np.arange(blocks, dtype=np.uint64)[:, None] * np.uint64(stride)
+    found = np.empty((blocks * parts, 3), dtype=np.uint64)
+    found[:, 0] = (starts + np.arange(parts, dtype=np.uint64) * np.uint64(size)).flatten()
+    found[:, 1] = size
+    found[:, 2] = device
+    return found
+
+
 class RowHandles:
     """NIXL's handles for rows: this worker's own, and those of the ranks it has met."""
 

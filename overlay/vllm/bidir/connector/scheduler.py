@@ -25,6 +25,7 @@ from vllm.bidir.connector.outcome import Outcome, WorkerReport
 from vllm.bidir.connector.proof import make_proof
 from vllm.bidir.connector.read_back import ReadBack
 from vllm.bidir.connector.rest import Rest
+from vllm.bidir.connector.speed import PrefillSpeed
 from vllm.bidir.connector.stats import BidirStats
 from vllm.bidir.reasons import Reason
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
@@ -75,6 +76,7 @@ class BidirScheduler(NixlPullConnectorScheduler):
         self._orders: dict[str, ReadBack] = {}
         self._outcomes: dict[str, Outcome] = {}
         self._handovers: dict[str, tuple[bytes, ...]] = {}
+        self._speed = PrefillSpeed()
         self._agents: list[bytes] = []
         # Turns that were ended here, whose workers have not let go yet.
         self._ended: set[str] = set()
@@ -176,7 +178,11 @@ class BidirScheduler(NixlPullConnectorScheduler):
         self._attempted.add(request.request_id)
         matched = self._match(request)
         if num_external_tokens == 0:
-            self._refuse(request, matched, self._local.pop(request.request_id, 0))
+            local = self._local.pop(request.request_id, 0)
+            self._speed.began(
+                request.request_id, request.num_prompt_tokens - local, time.monotonic()
+            )
+            self._refuse(request, matched, local)
             return
         assert matched.source is not None  # else no tokens had been reported
         total = matched.tokens
@@ -193,6 +199,7 @@ class BidirScheduler(NixlPullConnectorScheduler):
             local=local,
             verified=matched.tokens,
             total=total,
+            compute_s=self._speed.seconds(num_external_tokens),
         )
         self._read_backs[request.request_id] = self._orders[request.request_id] = order
 
@@ -235,7 +242,8 @@ class BidirScheduler(NixlPullConnectorScheduler):
             self.stats.record_read(order.verified, taken, computed)
         logger.info(
             "read-back req=%s peer=%s prompt=%d local=%d verified=%d read=%d computed=%d "
-            "blocks=%d mb=%.1f hold_ms=%.1f transfer_ms=%.1f confirm_ms=%.1f outcome=%s",
+            "blocks=%d mb=%.1f hold_ms=%.1f transfer_ms=%.1f confirm_ms=%.1f engine_ms=%.1f "
+            "outcome=%s",
             request_id,
             order.source.engine_id,
             order.prompt,
@@ -248,6 +256,7 @@ class BidirScheduler(NixlPullConnectorScheduler):
             outcome.hold_s * 1000,
             outcome.transfer_s * 1000,
             outcome.confirm_s * 1000,
+            outcome.engine_s * 1000,
             f"recompute reason={outcome.lost}" if outcome.lost else "read",
         )
 
@@ -261,6 +270,10 @@ class BidirScheduler(NixlPullConnectorScheduler):
         self._matches.pop(request.request_id, None)
         self._local.pop(request.request_id, None)
         self._attempted.discard(request.request_id)
+        if request.num_computed_tokens >= request.num_prompt_tokens:
+            self._speed.ended(request.request_id, time.monotonic())
+        else:
+            self._speed.dropped(request.request_id)
         keeps, params = super().request_finished(request, block_ids)
         if params is not None:
             if params["do_remote_prefill"]:

@@ -12,20 +12,21 @@ threads of their own. Everything else runs in the engine's step, on answers that
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from vllm.bidir.connector.given_up import GivenUpReads
-from vllm.bidir.connector.meeting import MeetingWorker
 from vllm.bidir.connector.outcome import Outcome, WorkerReport
 from vllm.bidir.connector.pace import Pace
 from vllm.bidir.connector.peer import Asked
 from vllm.bidir.connector.questions import Questions, drain
 from vllm.bidir.connector.read_back import ReadBack
+from vllm.bidir.connector.reading import ReadingWorker
 from vllm.bidir.connector.rows import in_order
 from vllm.bidir.connector.stats import HANDOVER, READ_BACK, BidirStats
 from vllm.bidir.connector.support import layer_obstacle
@@ -69,10 +70,11 @@ class _Read:
     megabytes: float = 0.0
     transfer_s: float = 0.0
     confirm_s: float = 0.0
+    engine_s: float = 0.0
     lost: Reason | None = None
 
 
-class BidirWorker(MeetingWorker):
+class BidirWorker(ReadingWorker):
     """As the base's pull worker; read-backs are held and confirmed, and end nothing on D."""
 
     def __init__(
@@ -112,14 +114,23 @@ class BidirWorker(MeetingWorker):
             # Also one that comes too late for its request says whether the peer is there.
             self._questions.note(asked)
             if self._is(request_id, _State.ASKING):
-                self._held(request_id, asked)
+                with self._busy_with(request_id):
+                    self._held(request_id, asked)
         for request_id, succeeded in drain(self._met):
             if self._is(request_id, _State.MEETING):
-                self._handshake_ended(request_id, succeeded)
+                with self._busy_with(request_id):
+                    self._handshake_ended(request_id, succeeded)
         now = time.monotonic()
         for request_id, read in self._reads.items():
             if read.state is not _State.LOST and now > read.deadline:
                 self._overdue(request_id, read)
+
+    @contextmanager
+    def _busy_with(self, request_id: str) -> Iterator[None]:
+        """What the engine's thread does in this block, it does for this read-back."""
+        began = time.perf_counter()
+        yield
+        self._reads[request_id].engine_s += time.perf_counter() - began
 
     def _is(self, request_id: str, state: _State) -> bool:
         """Whether the read-back still waits for this: an answer may come too late."""
@@ -131,6 +142,7 @@ class BidirWorker(MeetingWorker):
     ############################################################
 
     def _order(self, request_id: str, order: ReadBack) -> None:
+        began = time.perf_counter()
         source = order.source
         local = (list(order.local_block_ids),)
         self._recving_metadata[request_id] = ReqMeta(
@@ -152,14 +164,17 @@ class BidirWorker(MeetingWorker):
                 request_id=source.lease_id,
             ),
         )
-        self._reads[request_id] = _Read(order, time.monotonic() + self._timeout_s)
+        read = self._reads[request_id] = _Read(order, time.monotonic() + self._timeout_s)
 
         if self._obstacle is not None:
             self._lose(request_id, Reason.UNSUPPORTED)
         elif self._questions.is_silent(source):
             self._lose(request_id, Reason.PEER_GONE)
+        elif self._is_too_slow(read):
+            self._lose(request_id, Reason.SLOW_LINK)
         else:
             self._questions.hold(request_id, source)
+        read.engine_s += time.perf_counter() - began
 
     def _held(self, request_id: str, asked: Asked) -> None:
         read = self._reads[request_id]
@@ -207,11 +222,14 @@ class BidirWorker(MeetingWorker):
             self._lose(request_id, Reason.PEER_GONE)
             return
         read.state = _State.MEETING
+        self._to_be_measured.add(source.engine_id)
         handshake = self._ensure_handshake(
             source.engine_id, source.host, source.port, meta.tp_size, meta.dcp_size, meta.pp_size
         )
         if handshake is None:
             self._handshake_ended(request_id, True)
+        elif self._meets_aside():
+            self._lose(request_id, Reason.MEETING)
         else:
             handshake.add_done_callback(partial(self._handshake_done, request_id))
 
@@ -221,11 +239,50 @@ class BidirWorker(MeetingWorker):
 
     def _handshake_ended(self, request_id: str, succeeded: bool) -> None:
         read = self._reads[request_id]
-        if succeeded and self._is_same(read.order.source.engine_id, read):
-            self._read_blocks_for_req(request_id, self._recving_metadata[request_id])
-        else:
+        engine_id = read.order.source.engine_id
+        if not succeeded or not self._is_same(engine_id, read):
             # A handshake that was under way may have been with another process of that id.
             self._lose(request_id, Reason.PEER_GONE)
+        elif self._is_too_slow(read):
+            self._lose(request_id, Reason.SLOW_LINK)
+        else:
+            if self._probes.links.rate(engine_id) is None:
+                # It was met by a handover, which does not ask how fast it is.
+                self._suspect(engine_id)
+            self._read_blocks_for_req(request_id, self._recving_metadata[request_id])
+
+    def _meets_aside(self) -> bool:
+        """Whether a prompt is computed rather than waiting until its peer has been met.
+
+        Opening the mapping of a peer's GPU memory takes about a second, once: most prompts are
+        computed in less.
+        """
+        return self.nixl_memory_type == "VRAM"
+
+    ############################################################
+    # How fast the link is
+    ############################################################
+
+    def _is_too_slow(self, read: _Read) -> bool:
+        """Whether computing takes less than reading over what the link was last seen to achieve.
+
+        From time to time the link is looked at again.
+        """
+        order, links = read.order, self._probes.links
+        engine_id = order.source.engine_id
+        if not links.is_slow(engine_id, self._megabytes(order), order.compute_s):
+            return False
+        if links.should_probe(engine_id, time.monotonic()):
+            self._probes.start(engine_id)
+        return True
+
+    def _suspect(self, engine_id: str) -> None:
+        if self._probes.links.suspect(engine_id, time.monotonic()):
+            self._probes.start(engine_id)
+
+    def _megabytes(self, order: ReadBack) -> float:
+        blocks = len(order.local_block_ids) * self._physical_blocks_per_logical_kv_block
+        return blocks * self._block_megabytes()
 
     def _is_same(self, engine_id: str, read: _Read) -> bool:
         """Whether HOLD was answered by the process whose memory NIXL would read."""
@@ -264,27 +321,8 @@ class BidirWorker(MeetingWorker):
     ) -> None:
         read = self._reads.get(request_id)
         if read is None:
-            if not self._fits(read_spec, dst_engine_id):
-                logger.warning("req=%s: its params do not fit its prompt or its peer", request_id)
-                self._handle_failed_transfer(request_id, None)
-                return
-            spec = self._ordered(read_spec, dst_engine_id)
-            rows = self._rows.of(dst_engine_id, read_spec.remote_rank)
-            if rows is not None and any(map(len, spec.local_block_ids)):
-                self._post(
-                    request_id,
-                    dst_engine_id,
-                    spec,
-                    rows[0],
-                    np.concatenate(spec.local_block_ids),
-                    rows[1],
-                    np.concatenate(spec.remote_block_ids),
-                    # Tells P, when all have come, that it may free them.
-                    notif_msg=f"{remote_request_id}:{expected_consumers}".encode(),
-                )
-                return
             super()._read_blocks(
-                spec,
+                read_spec,
                 dst_engine_id,
                 request_id,
                 remote_request_id,
@@ -303,122 +341,26 @@ class BidirWorker(MeetingWorker):
             self._lose(request_id, Reason.HOLD_LOST)
             return
         try:
-            ours, theirs = in_order(read_spec.local_block_ids, read_spec.remote_block_ids)
+            pairs = in_order(read_spec.local_block_ids, read_spec.remote_block_ids)
         except ValueError:
             self._lose(request_id, Reason.UNSUPPORTED)
             return
-        rows = self._rows.of(dst_engine_id, read_spec.remote_rank)
-        if rows is not None:
-            local_handle, remote_handle = rows
-            local_ids, remote_ids = np.concatenate(ours), np.concatenate(theirs)
-        else:
-            local_handle, remote_handle = local_xfer_side_handle, remote_xfer_side_handle
-            remote_ids = self._compute_desc_ids(
-                block_ids=theirs,
-                dst_num_blocks=remote_blocks,
-                block_size_ratio=None,
-                physical_blocks_per_logical=remote.remote_physical_blocks_per_logical,
-            )
-            local_ids = self._compute_desc_ids(
-                block_ids=ours,
-                dst_num_blocks=self.dst_num_blocks[self.engine_id],
-                block_size_ratio=1,
-                physical_blocks_per_logical=self._physical_blocks_per_logical_kv_block,
-            )
-            if len(remote_ids) != len(local_ids):
-                self._lose(request_id, Reason.UNSUPPORTED)
-                return
-        physical = sum(map(len, read_spec.local_block_ids))
-        read.megabytes = physical * sum(self.block_len_per_layer) / 1e6
+        # No notification: a finished read ends nothing on D, where siblings may read too.
+        descriptors = self._descriptors(
+            dst_engine_id,
+            read_spec.remote_rank,
+            pairs,
+            local_xfer_side_handle,
+            remote_xfer_side_handle,
+        )
+        if descriptors is None:
+            self._lose(request_id, Reason.UNSUPPORTED)
+            return
+        read.megabytes = self._megabytes(read.order)
         read.posted = time.monotonic()
         read.deadline = read.posted + self._pace.bound(dst_engine_id, read.megabytes)
         read.state = _State.READING
-        # No notification: a finished read ends nothing on D, where siblings may read too.
-        self._post(
-            request_id, dst_engine_id, read_spec, local_handle, local_ids, remote_handle, remote_ids
-        )
-
-    def _post(
-        self,
-        request_id: str,
-        engine_id: str,
-        read_spec: ReadSpec,
-        local_handle: Any,
-        local_ids: Any,
-        remote_handle: Any,
-        remote_ids: Any,
-        **more: Any,
-    ) -> None:
-        """Have NIXL read the one list of descriptors into the other, pair by pair."""
-        handle = None
-        try:
-            handle = self.nixl_wrapper.make_prepped_xfer(
-                "READ", local_handle, local_ids, remote_handle, remote_ids, **more
-            )
-            self.nixl_wrapper.transfer(handle)
-        except Exception as error:
-            self._log_failure(
-                failure_type="transfer_setup_failed",
-                req_id=request_id,
-                msg="its blocks are not loaded",
-                error=error,
-                dst_engine_id=engine_id,
-                remote_rank=read_spec.remote_rank,
-            )
-            self._handle_failed_transfer(request_id, handle)
-        else:
-            self._recving_transfers[request_id].append(handle)
-
-    def _fits(self, read_spec: ReadSpec, engine_id: str) -> bool:
-        """Whether a handover's params name blocks that there are, and enough of them.
-
-        They come with the request; the base asserts it, which would end the engine.
-        """
-        assert self.transfer_topo is not None  # set with the caches, before any request
-        if self._is_hma_required:
-            return True  # several kinds of groups, which the base pairs by rules of its own
-        blocks = self.dst_num_blocks[engine_id]
-        pairs = list(zip(read_spec.local_block_ids, read_spec.remote_block_ids, strict=False))
-        if len(pairs) != len(read_spec.local_block_ids):
-            return False
-        if any(not 0 <= k < blocks for _, remote in pairs for k in remote):
-            return False
-        return not self._is_alike(engine_id) or all(
-            len(local) <= len(theirs) for local, theirs in pairs
-        )
-
-    def _is_alike(self, engine_id: str) -> bool:
-        """Whether the peer's blocks are as long as ours, so that they pair one to one."""
-        assert self.transfer_topo is not None  # set with the caches, before any request
-        remote = self.transfer_topo.get_engine_info(engine_id)
-        alike: bool = (
-            self.transfer_topo.block_size_ratio(remote.remote_block_size) == 1
-            and remote.remote_physical_blocks_per_logical
-            == self._physical_blocks_per_logical_kv_block
-        )
-        return alike
-
-    def _ordered(self, read_spec: ReadSpec, engine_id: str) -> ReadSpec:
-        """A handover's pairs of blocks in an order that NIXL can merge.
-
-        Where the base pairs by rules of its own, its order is left as it is.
-        """
-        assert self.transfer_topo is not None  # set with the caches, before any request
-        theirs_dcp = self.transfer_topo.get_engine_info(engine_id).remote_dcp_size
-        if (
-            self._is_hma_required
-            or not self._is_alike(engine_id)
-            or (self.dcp_size, theirs_dcp) != (1, 1)
-        ):
-            return read_spec
-        ratio = self._physical_blocks_per_logical_kv_block
-        local, remote = self._apply_prefix_caching(
-            read_spec.local_block_ids, read_spec.remote_block_ids, ratio, ratio
-        )
-        if not any(map(len, local)):
-            return read_spec
-        ours, theirs = in_order(local, remote)
-        return ReadSpec(read_spec.remote_rank, ours, theirs)
+        self._post(request_id, dst_engine_id, read_spec.remote_rank, descriptors)
 
     ############################################################
     # CONFIRM
@@ -428,12 +370,15 @@ class BidirWorker(MeetingWorker):
         done: set[str] = set()
         for request_id in list(transfers):
             # One by one, so that what is recorded can be told apart.
+            began = time.perf_counter()
             self.xfer_stats.about(
                 READ_BACK if request_id in self._reads else HANDOVER, self._read_from(request_id)
             )
             one = {request_id: transfers.pop(request_id)}
             done |= super()._pop_done_transfers(one)
             transfers.update(one)
+            if request_id in self._reads and request_id in done:
+                self._reads[request_id].engine_s += time.perf_counter() - began
         for request_id in list(done):
             if self._is(request_id, _State.READING):
                 done.discard(request_id)
@@ -455,7 +400,11 @@ class BidirWorker(MeetingWorker):
     def _transferred(self, read: _Read, request_id: str) -> None:
         now = time.monotonic()
         read.transfer_s = now - read.posted
-        self._pace.measured(read.order.source.engine_id, read.megabytes, read.transfer_s)
+        engine_id, compute_s = read.order.source.engine_id, read.order.compute_s
+        self._pace.measured(engine_id, read.megabytes, read.transfer_s)
+        self._probes.links.achieved(engine_id, read.megabytes, read.transfer_s)
+        if compute_s is not None and read.transfer_s > compute_s:
+            self._suspect(engine_id)
         read.state, read.deadline = _State.CONFIRMING, now + self._timeout_s
         self._questions.confirm(request_id, read.order.source, read.epoch)
 
@@ -476,6 +425,7 @@ class BidirWorker(MeetingWorker):
             read.hold_s,
             read.transfer_s,
             read.confirm_s,
+            read.engine_s,
         )
 
     def _note_ended_writers(self) -> None:
@@ -505,8 +455,9 @@ class BidirWorker(MeetingWorker):
             self._questions.not_heard((read.order.source.host, read.order.source.port))
         if read.state is _State.READING:
             # What NIXL has begun cannot be stopped; the blocks stay its own until it has ended.
-            handles = self._recving_transfers.pop(request_id)
+            handles = [*self._recving_transfers.pop(request_id), *self._poster.give_up(request_id)]
             self._given_up.add(request_id, read.order.source.engine_id, handles)
+            self._suspect(read.order.source.engine_id)
             self._count_writer(request_id, 1)
             logger.warning(
                 "read-back req=%s: %.1f MB have not arrived within %.1f s; the READ is given up",
@@ -519,20 +470,6 @@ class BidirWorker(MeetingWorker):
     def _count_writer(self, request_id: str, change: int) -> None:
         writers = self._report.writers
         writers[request_id] = writers.get(request_id, 0) + change
-
-    def _still_runs(self, handle: Any) -> bool:
-        """Whether NIXL is still at a transfer; one that has ended is released."""
-        try:
-            if self.nixl_wrapper.check_xfer_state(handle) == "PROC":
-                return True
-        except Exception as error:
-            # NIXL raises for a transfer that has failed: it has ended, too.
-            logger.info("a READ that was given up has failed: %s", error)
-        try:
-            self.nixl_wrapper.release_xfer_handle(handle)
-        except Exception as error:
-            logger.warning("a READ that was given up is not released: %s", error)
-        return False
 
     def _handle_failed_transfer(self, req_id: str, handle: int | None) -> None:
         read = self._reads.get(req_id)

@@ -1,4 +1,4 @@
-"""NIXL's progress thread waits between two looks, in real agents of the installed NIXL."""
+"""How NIXL's agent is configured, in real agents of the installed NIXL."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.bidir.connector.progress import CPU_DELAY_US, delay_us, waiting_between_looks
+from vllm.bidir.connector.nixl_config import CPU_DELAY_US, configured, delay_us
 from vllm.distributed.nixl_utils import NixlWrapper, nixl_agent_config
 
 
@@ -32,7 +32,7 @@ def busy_threads(seconds: float = 1.0) -> float:
 @pytest.mark.parametrize(("microseconds", "waits"), [(100, True), (0, False)])
 def test_the_thread_of_a_real_agent_waits(microseconds: int, waits: bool) -> None:
     before = busy_threads()
-    with waiting_between_looks(NixlWrapper, microseconds):
+    with configured(NixlWrapper, microseconds):
         agent = NixlWrapper(f"test {microseconds}", nixl_agent_config(num_threads=4))
     try:
         assert (busy_threads() - before < 0.3) is waits
@@ -43,22 +43,42 @@ def test_the_thread_of_a_real_agent_waits(microseconds: int, waits: bool) -> Non
 def test_agents_made_afterwards_are_nixls_own() -> None:
     module = __import__(NixlWrapper.__module__, fromlist=["nixlBind"])
     make = module.nixlBind.nixlAgent
-    with pytest.raises(RuntimeError), waiting_between_looks(NixlWrapper, 100):
+    with pytest.raises(RuntimeError), configured(NixlWrapper, 100):
         assert module.nixlBind.nixlAgent is not make
         raise RuntimeError
     assert module.nixlBind.nixlAgent is make
 
 
+@pytest.mark.parametrize("microseconds", [0, 100])
+def test_threads_may_share_the_agent(microseconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = __import__(NixlWrapper.__module__, fromlist=["nixlBind"])
+    made: list[Any] = []
+    make = module.nixlBind.nixlAgent
+
+    def make_and_note(name: str, config: Any) -> Any:
+        made.append(config.syncMode)
+        return make(name, config)
+
+    monkeypatch.setattr(module.nixlBind, "nixlAgent", make_and_note)
+    with configured(NixlWrapper, microseconds) as done:
+        assert not done.shared
+        agent = NixlWrapper(f"shared {microseconds}", nixl_agent_config(num_threads=4))
+    assert done.shared
+    assert [mode == module.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW.value for mode in made] == [True]
+    del agent
+
+
 @pytest.mark.parametrize("unknown", [None, SimpleNamespace(__module__="nowhere")])
 def test_another_nixl_is_left_as_it_is(unknown: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with waiting_between_looks(unknown, 100):
+    with configured(unknown, 100) as done:
         pass
+    assert not done.shared
     assert "left as it is" in caplog.text
 
 
 def test_it_waits_by_itself_only_where_links_wake_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert delay_us(None) == CPU_DELAY_US
     assert delay_us(0) == 0
-    monkeypatch.setattr("vllm.bidir.connector.progress.current_platform.is_cpu", lambda: False)
+    monkeypatch.setattr("vllm.bidir.connector.nixl_config.current_platform.is_cpu", lambda: False)
     assert delay_us(None) == 0
     assert delay_us(50) == 50

@@ -1,0 +1,82 @@
+"""Real workers with real NIXL, each with a KV cache of random bytes in this process's memory."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from vllm.bidir.connector.worker import BidirWorker
+from vllm.config import set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
+
+from tests.connector.sim import BLOCK, kv_cache_config, vllm_config
+
+LAYERS, HEADS, SIZE = 3, 2, 4
+BLOCKS = {"p": 40, "d": 50}
+
+
+class Node:
+    """A worker with a KV cache of its own, all of whose bytes are random."""
+
+    def __init__(self, model: Path, engine_id: str, layout: str, block_size: int = BLOCK) -> None:
+        config = vllm_config(model, engine_id)
+        config.cache_config.kv_cache_layout = layout
+        config.cache_config.block_size = block_size
+        spec = FullAttentionSpec(
+            block_size=block_size, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.float32
+        )
+        names = [f"layer.{number}" for number in range(LAYERS)]
+        blocks = BLOCKS[engine_id]
+        with set_current_vllm_config(config):
+            self.worker = BidirWorker(
+                config, engine_id, kv_cache_config(blocks, KVCacheGroupSpec(names, spec))
+            )
+        page = (HEADS, block_size, 2 * SIZE)
+        outer = (blocks, LAYERS) if layout == "BLHNC" else (LAYERS, blocks)
+        storage = torch.rand((*outer, *page))
+        if layout == "BLHNC":
+            self.layers = [storage[:, number] for number in range(LAYERS)]
+        else:
+            self.layers = [storage[number].clone() for number in range(LAYERS)]
+        self.worker.register_kv_caches(dict(zip(names, self.layers, strict=True)))
+        payload = self.worker.xfer_handshake_metadata
+        decoder = msgspec.msgpack.Decoder(NixlAgentMetadata)
+        self.metadata = decoder.decode(payload.agent_metadata_bytes)
+
+    def meets(self, other: Node) -> None:
+        worker, engine_id = self.worker, other.worker.engine_id
+        name = worker.add_remote_agent(other.metadata, 0, 1, 1)
+        worker._remote_agents[engine_id][0, 0] = name
+        worker._addresses[engine_id] = ("localhost", 1)
+        worker._engine_clock_offset[engine_id] = 0.0
+
+    def block(self, number: int) -> torch.Tensor:
+        """[layer, head, token, content]"""
+        return torch.stack([layer[number] for layer in self.layers])
+
+    def wait_for(self, request_id: str) -> None:
+        end = time.monotonic() + 10
+        while True:
+            self.worker._advance()
+            if request_id in self.worker.get_finished()[1]:
+                break
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        assert self.worker.get_block_ids_with_load_errors() == set()
+
+    def descriptors(self) -> list[int]:
+        """Of the transfers so far, as NIXL has counted them."""
+        return list(self.worker.xfer_stats.data["num_descriptors"])
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank, without process groups, and blocks that no attention kernel looks at."""
+    monkeypatch.setattr(base_worker, "select_common_block_size", lambda size, backends: size)
+    monkeypatch.setattr(base_worker, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(base_worker, "get_tensor_model_parallel_world_size", lambda: 1)
