@@ -26,7 +26,7 @@ from typing import Any
 
 from tests.gpu.client import EngineError, decisions
 from tests.gpu.histories import ROWS, random_conversations, row_conversations
-from tests.gpu.measure import Measured, Servers, measure
+from tests.gpu.measure import Measured, Servers, measure, meet
 from tests.gpu.shapes import SHAPES, Shape, write_model
 from tests.gpu.verdict import Verdict, as_json, judge, table
 from tools.cluster import Cluster, ClusterOptions, ProcessFailedError, RoleOptions, cluster
@@ -78,6 +78,11 @@ def _run(
     begin: float,
 ) -> None:
     rng = random.Random(options.seed)
+    try:
+        meet(servers, rng)
+    except EngineError as error:
+        errors.append(str(error))
+        return
     conversations = row_conversations(rng) + random_conversations(rng, options.random)
     for conversation in conversations:
         if time.monotonic() - begin > options.deadline:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from tests.gpu.histories import (
 # The engine's default for kv_recompute_threshold, tokens.
 THRESHOLD = 64
 _SECOND_ANSWER = 8
+_MEETING_S, _MEETING_TOKENS = 60.0, 300
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,28 @@ def measure(conversation: Conversation, servers: Servers, rng: random.Random) ->
         other = complete(prefill, changed, salt=_salt())
         found.controls["another_block"] = difference(other.first, plain.first)
     return found
+
+
+def meet(servers: Servers, rng: random.Random) -> None:
+    """Turns until P has read one back: it computes while it meets D for the first time.
+
+    EngineError if that takes longer than _MEETING_S.
+    """
+    new, end = source(rng), time.monotonic() + _MEETING_S
+    while True:
+        prompt = new(_MEETING_TOKENS)
+        turn = complete(
+            servers.decode, prompt, 8, _given(complete(servers.prefill, prompt, 1, FIRST))
+        )
+        before = tokens_read(servers.prefill)
+        reset_prefix_cache(servers.prefill)
+        again = complete(servers.prefill, prompt + turn.tokens + new(8), params=_given(turn))
+        complete(servers.decode, prompt + turn.tokens, 1, _given(again))
+        if tokens_read(servers.prefill) > before:
+            return
+        if time.monotonic() > end:
+            raise EngineError(f"{servers.prefill} has read nothing back in {_MEETING_S:.0f} s")
+        time.sleep(0.5)
 
 
 def _in_two_pieces(url: str, prompt: list[int], end: int) -> Answer:

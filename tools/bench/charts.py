@@ -99,7 +99,20 @@ def _ttft_by_turn(figure: Any, data: Sequence[Series]) -> None:
         axes.set_xticks(places)
 
 
-def _lines(figure: Any, data: Sequence[Series], name: str) -> Any:
+def draw_lines(folder: Path, name: str, data: Sequence[Series], title: str, y: str) -> None:
+    """Write `NAME.svg` and `NAME.png`: something over the prompt's length, by arm."""
+
+    def onto(figure: Any, series: Sequence[Series]) -> None:
+        axes = _lines(figure, series, name, y)
+        axes.set_title(title)
+        axes.set_xlabel("prompt length (tokens)")
+        axes.set_xlim(left=0)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    _draw_one(folder, name, data, onto)
+
+
+def _lines(figure: Any, data: Sequence[Series], name: str, y: str = "TTFT (ms)") -> Any:
     axes = figure.add_subplot()
     drawn = []
     for series in data:
@@ -120,7 +133,7 @@ def _lines(figure: Any, data: Sequence[Series], name: str) -> Any:
         )
         container.lines[0].set_gid(f"{name}-{series.arm}")
         drawn.append(container.lines[0])
-    axes.set_ylabel("TTFT (ms)")
+    axes.set_ylabel(y)
     most = max(point.count for series in data for point in series.points)
     _legend(
         figure,
@@ -137,7 +150,7 @@ def _prefill_split(figure: Any, data: Sequence[Bars]) -> None:
     if len(data) > len(on) > 0:
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
         _split_bars(right, on, "prefill_split_zoom")
-        right.set_title("on alone, enlarged")
+        right.set_title(f"{' and '.join(bars.arm for bars in on)} alone, enlarged")
         right.set_xlabel("prompt length (tokens)")
     else:
         left = figure.add_subplot()

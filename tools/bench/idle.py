@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import os
 import random
 import statistics
 import sys
@@ -24,16 +23,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tools.bench.cpu import shares
 from tools.bench.stock import stock_tree
 from tools.build.errors import BuildError
 from tools.cluster import ClusterError, ClusterOptions, Engine, cluster
-from tools.cluster.guard import members
 from tools.cluster.tokenizer import GENERATED_IDS
 
 TURN_TOKENS = 500
 HELD_S = 480
 Say = Callable[[str], None]
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -43,30 +41,6 @@ class Sample:
     engine_share: float
     api_share: float
     answer_ms: float
-
-
-def cpu_seconds(pid: int) -> float:
-    """CPU time that a process has taken, user and system; 0 once it is gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return 0.0
-    # utime and stime are fields 14 and 15 (proc(5)); the name may hold spaces.
-    fields = stat.rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
-
-
-def shares(engine: Engine, seconds: float) -> tuple[float, float]:
-    """Share of a core that the engine's processes and its API server take over `seconds`."""
-
-    def taken() -> tuple[float, float]:
-        others = [pid for pid in members(engine.pid) if pid != engine.pid]
-        return sum(map(cpu_seconds, others)), cpu_seconds(engine.pid)
-
-    before, begun = taken(), time.monotonic()
-    time.sleep(seconds)
-    after, passed = taken(), time.monotonic() - begun
-    return (after[0] - before[0]) / passed, (after[1] - before[1]) / passed
 
 
 def complete(engine: Engine, prompt: list[int], **more: Any) -> float:

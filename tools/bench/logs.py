@@ -135,10 +135,9 @@ def read_prefill(text: str, known: Container[str]) -> ReadBacks:
     """P's decisions, by those of the request ids that are `known`."""
     found = ReadBacks()
     for line in text.splitlines():
-        match = _READ_BACK.search(line)
-        if match is None:
+        fields = read_back_fields(line)
+        if fields is None:
             continue
-        fields = dict(_PAIR.findall(match[1]))
         try:
             decision = _decision(fields)
         except (KeyError, ValueError):
@@ -152,6 +151,12 @@ def read_prefill(text: str, known: Container[str]) -> ReadBacks:
         else:
             found.by_request[name] = decision
     return found
+
+
+def read_back_fields(line: str) -> dict[str, str] | None:
+    """All that P's line about a read-back says, by name; None for any other line."""
+    match = _READ_BACK.search(line)
+    return None if match is None else dict(_PAIR.findall(match[1]))
 
 
 def client_id(engine_id: str, known: Container[str]) -> str | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 
-from tools.bench.idle import Sample, cpu_seconds, table
+from tools.bench.cpu import cpu_seconds
+from tools.bench.idle import Sample, table
 
 
 def test_cpu_time_is_that_of_the_process() -> None:
