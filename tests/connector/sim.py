@@ -230,6 +230,7 @@ class Engine:
         assert self.free_blocks == self._all_blocks, "blocks have leaked"
         one = self.bidir
         left = (one._matches, one._local, one._attempted, one._orders, one._outcomes, one.kept)
+        left += (one._speed,)
         assert not any(map(len, left)), f"the connector remembers what is gone: {left}"
         self.ordered.clear()
         self.loaded.clear()

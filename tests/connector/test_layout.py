@@ -10,6 +10,8 @@ import pytest
 from vllm.bidir.connector import layout
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import get_kv_connector_cache_layout
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from tests.connector.sim import vllm_config
 
@@ -18,6 +20,9 @@ from tests.connector.sim import vllm_config
 def config(model: Path, monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
     """An engine on a GPU, as far as the question goes."""
     monkeypatch.setattr(layout.current_platform, "is_cuda", lambda: True)
+    monkeypatch.setattr(
+        layout.current_platform, "get_device_capability", lambda: DeviceCapability(9, 0)
+    )
     made = vllm_config(model, "p")
     made.kv_transfer_config = transfer()
     return made
@@ -44,6 +49,32 @@ def test_nothing_changes_without_read_back(config: VllmConfig) -> None:
 def test_nothing_changes_on_a_cpu(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout.current_platform, "is_cuda", lambda: False)
     assert get_kv_connector_cache_layout(config) == "LBHNC"
+
+
+@pytest.mark.parametrize(
+    ("capability", "backend", "layout_name"),
+    [
+        ((8, 0), None, "BLHNC"),
+        ((9, 0), "FLASH_ATTN", "BLHNC"),
+        ((9, 0), "FLASHINFER", "LBHNC"),
+        ((9, 0), "TRITON_ATTN", "LBHNC"),
+        ((10, 0), None, "LBHNC"),
+        ((10, 0), "FLASH_ATTN", "LBHNC"),
+    ],
+)
+def test_only_kernels_that_were_seen_with_it_get_it(
+    config: VllmConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    backend: str | None,
+    layout_name: str,
+) -> None:
+    """Others may cut a block in several of their own, and the base does not start with that."""
+    monkeypatch.setattr(
+        layout.current_platform, "get_device_capability", lambda: DeviceCapability(*capability)
+    )
+    config.attention_config.backend = AttentionBackendEnum[backend] if backend else None
+    assert get_kv_connector_cache_layout(config) == layout_name
 
 
 def test_nothing_changes_behind_a_host_buffer(config: VllmConfig) -> None:
@@ -91,6 +122,7 @@ def test_layers_that_differ_keep_the_bases_layout(
     asked = SimpleNamespace(
         kv_transfer_config=config.kv_transfer_config,
         speculative_config=None,
+        attention_config=config.attention_config,
         model_config=SimpleNamespace(**plain),
     )
     assert layout.preferred(asked, "LBHNC") == "BLHNC"

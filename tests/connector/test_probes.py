@@ -135,3 +135,28 @@ def test_a_probe_that_breaks_is_over(
     wait_until(lambda: worker.busy_engines() == set())
     assert not worker._probes.links.probing("d")
     assert "no such luck" in caplog.text
+
+
+def test_probes_that_never_began_do_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    may = threading.Event()
+    monkeypatch.setattr(probes, "measure", lambda *rest: may.wait(10) and None)
+    made = probes.Probes(None, lambda *rest: None, lambda: None, threading.Lock())
+    for engine_id in ("a", "b", "c"):
+        made.start(engine_id)
+    wait_until(lambda: made._threads._work_queue.qsize() == 1)
+    threading.Timer(0.1, may.set).start()
+    began = time.monotonic()
+    made.close()
+    assert time.monotonic() - began < 2.0
+    assert made.engines() == set()
+
+
+def test_an_engine_has_been_met_whatever_becomes_of_the_probe(
+    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*rest: Any) -> None:
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(pair[0].worker._probes, "_describe", broken)
+    handshake(pair[0], monkeypatch)
+    assert not pair[0].worker._probes.links.probing("d")

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from vllm.bidir.connector import agents, peer, posting, questions
+from vllm.bidir.connector import agents, meeting, peer, posting, questions
 from vllm.bidir.connector.decision import Source
 from vllm.bidir.connector.messages import HoldAnswer
 from vllm.bidir.connector.proof import make_proof
 from vllm.bidir.connector.read_back import ReadBack
-from vllm.bidir.connector.rows import Row, in_order, row_of
+from vllm.bidir.connector.rows import Row, in_order, join_blocks, row_of
 from vllm.bidir.connector.worker import BidirWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     NixlConnectorMetadata,
@@ -215,26 +215,48 @@ def test_a_stock_node_is_told_what_it_would_be_itself(
 
 
 @pytest.mark.parametrize("layout", ["BLHNC", "LBHNC"])
+@pytest.mark.parametrize("given", [4, 3, 2, 1])
 def test_smaller_blocks_are_put_where_they_belong(
-    model: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+    model: Path, layout: str, given: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The base takes a part of a block for a part of the distance to the next one.
-
-    One behind the other, as they come; what the base makes of them then is its own.
-    """
-    monkeypatch.setattr(BidirWorker, "post_process_device_kv_on_receive", lambda *_: None)
+    """The base takes a part of a block for a part of the distance to the next one, and heads for
+    tokens. What P has not computed is zeroed."""
+    monkeypatch.setattr(meeting.current_platform, "is_cpu", lambda: False)
     p, d = Node(model, "p", layout, BLOCK // 2), Node(model, "d", layout)
     d.meets(p)
     assert d.worker._rows.of("p", 0) is None
-    ours, theirs = [30, 11], [7, 21, 3, 22]
+    ours, theirs = [30, 11], [7, 21, 3, 22][:given]
     before = [d.block(number).clone() for number in range(BLOCKS["d"])]
     hands_over(d, ours, theirs)
-    for number, (first, second) in zip(ours, [theirs[:2], theirs[2:]], strict=True):
-        parts = [p.block(part).flatten(1) for part in (first, second)]
-        assert torch.equal(d.block(number).flatten(1), torch.cat(parts, dim=1))
+    parts = [p.block(part) for part in theirs]
+    parts += [torch.zeros_like(parts[0])] * (4 - given)
+    for number, (first, second) in zip(ours, [parts[:2], parts[2:]], strict=True):
+        # [layer, head, token, content]
+        assert torch.equal(d.block(number), torch.cat([first, second], dim=2))
     for number, block in enumerate(before[1:], 1):
         if number not in ours:
             assert torch.equal(d.block(number), block), "no other block is touched"
+
+
+def test_a_cpus_blocks_are_not_made_of_smaller_ones(model: Path) -> None:
+    """Its kernels keep them in an order of their own: a read would answer wrong."""
+    with pytest.raises(ValueError, match="the same --block-size"):
+        Node(model, "d", "LBHNC").meets(Node(model, "p", "LBHNC", BLOCK // 2))
+
+
+@pytest.mark.parametrize("outside", ["heads", "tokens"])
+def test_blocks_are_joined_in_either_order_of_heads_and_tokens(outside: str) -> None:
+    heads, tokens, content = 3, 8, 2
+    shape = (4, heads, tokens, content) if outside == "heads" else (4, tokens, heads, content)
+    storage = torch.rand(shape)
+    cache = storage if outside == "heads" else storage.transpose(1, 2)
+    wanted = torch.rand((heads, tokens, content))
+    halves = [wanted[:, :4], wanted[:, 4:]]
+    # As bytes of a peer with half the block: its own order, one half behind the other.
+    raw = [half if outside == "heads" else half.transpose(0, 1) for half in halves]
+    storage[2] = torch.cat([one.flatten() for one in raw]).reshape(shape[1:])
+    join_blocks(cache, [2], 2, 2)
+    assert torch.equal(cache[2], wanted)
 
 
 @pytest.mark.parametrize(("tp_size", "dcp_size"), [(2, 1), (1, 2)])

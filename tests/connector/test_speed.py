@@ -107,14 +107,6 @@ def test_one_that_begins_again_counts_from_then() -> None:
     assert len(speed) == 0
 
 
-def test_what_remains_after_a_read_back_may_be_too_short() -> None:
-    speed = PrefillSpeed()
-    speed.began("r", 1000, 0.0)
-    speed.began("r", 5, 10.0)
-    speed.ended("r", 11.0)
-    assert speed.seconds(1000) is None
-
-
 @pytest.mark.parametrize("end", [0.0, -1.0])
 def test_no_time_at_all_is_no_speed(end: float) -> None:
     speed = PrefillSpeed()

@@ -21,7 +21,7 @@ from vllm.bidir.connector.decision import Source, parse_source
 from vllm.bidir.connector.messages import HoldAnswer
 from vllm.bidir.connector.outcome import WorkerReport
 from vllm.bidir.connector.pace import Pace
-from vllm.bidir.connector.posting import INLINE, Poster
+from vllm.bidir.connector.posting import INLINE, Descriptors, Post, Poster
 from vllm.bidir.connector.probes import Probes
 from vllm.bidir.connector.proof import make_proof
 from vllm.bidir.connector.read_back import ReadBack
@@ -758,10 +758,24 @@ def test_a_read_that_is_given_up_has_its_link_measured(bare: Bare) -> None:
     assert bare._probes.started == ["d"]
 
 
-def test_on_a_gpu_a_prompt_is_computed_while_its_peer_is_met(bare: Bare) -> None:
-    """Opening the mapping of the peer's memory takes about a second."""
+def test_on_a_gpu_a_prompt_that_takes_long_waits_until_its_peer_is_met(bare: Bare) -> None:
     bare.nixl_memory_type = "VRAM"
     bare.forget("d")
+    bare._reads["r"].order = order_that_computes_in(bare, 10.0)
+    hold(bare)
+    assert bare._is("r", _State.MEETING)
+    bare.meets("d", (SOURCE.host, SOURCE.port), b"one")
+    assert bare._is("r", _State.READING)
+
+
+@pytest.mark.parametrize("compute_s", [None, 1.0])
+def test_on_a_gpu_a_prompt_is_computed_while_its_peer_is_met(
+    bare: Bare, compute_s: float | None
+) -> None:
+    """Meeting a peer over a slow link takes as long as many prompts do."""
+    bare.nixl_memory_type = "VRAM"
+    bare.forget("d")
+    bare._reads["r"].order = order_that_computes_in(bare, compute_s)
     hold(bare)
     assert bare._reads["r"].lost is Reason.MEETING
     assert len(bare.handshakes) == 1
@@ -784,3 +798,55 @@ def test_where_it_waits_a_slow_link_is_found_before_the_first_read(bare: Bare) -
     bare.meets("d", (SOURCE.host, SOURCE.port), b"one")
     assert bare._reads["r"].lost is Reason.SLOW_LINK
     assert bare.nixl_wrapper.posted == []
+
+
+def test_on_a_gpu_a_peer_that_cannot_be_met_is_gone(bare: Bare) -> None:
+    """Not met for the first time again and again."""
+    bare.nixl_memory_type = "VRAM"
+    bare.forget("d")
+    hold(bare)
+    assert bare._reads["r"].lost is Reason.MEETING
+    for name, met, reason in (
+        ("r2", False, Reason.PEER_GONE),
+        ("r3", False, Reason.PEER_GONE),
+        ("r4", True, Reason.MEETING),
+    ):
+        if met:
+            bare.handshakes[-1].set_result(None)  # and it was forgotten since
+        else:
+            bare.handshakes[-1].set_exception(RuntimeError("compatibility hash mismatch"))
+        bare._order(name, ORDER)
+        arrived(bare._questions.holds, name)
+        bare._held(name, peer.Asked(hold=answer()))
+        assert bare._reads[name].lost is reason
+
+
+def test_a_slow_peer_that_restarts_is_met_anew(bare: Bare) -> None:
+    """Where its link cannot be timed any more, it is asked: and is found to be another process."""
+    arrived(bare._questions.holds)
+    known(bare, "d", RATE_MB_S)
+    bare._order("r2", order_that_computes_in(bare, 1e-6))
+    assert bare._reads["r2"].lost is Reason.SLOW_LINK
+    bare._probes.links.failed("d", time.monotonic())
+    bare._order("r3", order_that_computes_in(bare, 1e-6))
+    arrived(bare._questions.holds, "r3")
+    bare._held("r3", peer.Asked(hold=answer(agents=[b"two"])))
+    assert bare.cleaned == ["d"]
+    assert len(bare.handshakes) == 1
+
+
+def test_what_has_not_been_handed_to_nixl_when_it_is_given_up_never_is(
+    bare: Bare, slow: Slow
+) -> None:
+    bare._reads["r2"] = replace(bare._reads["r"])
+    post = Post("r2", "d", 0)
+    bare._poster.post(post, Descriptors(1, list(range(INLINE + 1)), 2, list(range(INLINE + 1))))
+    assert bare._poster.give_up("r2") == [post]
+    slow.may.set()
+    ended(bare)
+    end = time.monotonic() + 5
+    while not post.ended:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    assert post.handle is None
+    assert len(slow.posted) == 1

@@ -9,6 +9,7 @@ from pathlib import Path
 
 POINTS = ("before_hold", "held", "reading", "transferred")
 WAIT_S = 30.0
+_SLOW_LINK = "slow_link"
 
 
 class FaultPoints:
@@ -28,6 +29,16 @@ class FaultPoints:
         finally:
             self.let_go(point)
 
+    @contextmanager
+    def slow_link(self) -> Iterator[None]:
+        """READs that time the link take a second each."""
+        file = self.folder / _SLOW_LINK
+        file.touch()
+        try:
+            yield
+        finally:
+            file.unlink(missing_ok=True)
+
     def wait_until_reached(self, point: str) -> None:
         end = time.monotonic() + WAIT_S
         while not (self.folder / f"{point}.reached").exists():
@@ -45,4 +56,5 @@ class FaultPoints:
                 self.let_go(point)
                 time.sleep(0.05)
         for file in self.folder.iterdir():
-            file.unlink(missing_ok=True)
+            if file.name != _SLOW_LINK:  # ends by itself
+                file.unlink(missing_ok=True)

@@ -28,7 +28,7 @@ from tools.bench.gpu.plan import (
     order,
 )
 from tools.bench.gpu.rows import Row, from_json, numbers
-from tools.bench.gpu.run import published
+from tools.bench.gpu.run import Run, batches_of, published
 from tools.bench.gpu.summary import (
     REQUIRED_AT,
     largest_excess,
@@ -332,3 +332,26 @@ def test_a_published_command_names_no_folder() -> None:
 def test_held_figures_are_plain_json() -> None:
     held = Held("ours", 10, 5.5, 5.4, 6.3, 194, 25.0, 12.0, 0.1, 15000, True)
     assert Held(**json.loads(json.dumps(held.as_json()))) == held
+
+
+@pytest.mark.parametrize(
+    ("device", "apart", "batches"),
+    [
+        ("cuda", False, [["ours", "stock"]]),
+        ("cuda", True, [["ours"], ["stock"]]),
+        ("cpu", False, [["ours"], ["stock"]]),
+    ],
+)
+def test_sets_are_up_together_or_apart(device: Any, apart: bool, batches: list[list[str]]) -> None:
+    pythons: Any = {"ours": Path("a"), "stock": Path("b")}
+    made = batches_of(settings(device=device, apart=apart, pythons=pythons))
+    assert [list(batch.pythons) for batch in made] == batches
+
+
+def test_those_that_come_later_have_their_share_of_the_time(tmp_path: Path) -> None:
+    run = Run(settings(), PLAN, 1, tmp_path, "", 500.0, print)
+    run.until_s = 250.0
+    run.begin -= 251.0
+    assert run.is_over()
+    run.until_s = 500.0
+    assert not run.is_over()

@@ -24,20 +24,20 @@ _ABOUT = """What read-back costs and saves on this machine's GPUs, with stock be
 
 A set is a P and a D of one release: `ours` by --python, `stock` by --stock-python, which both run
 vLLM 0.29.0 with bidirectional_kv_xfer. On a GPU all sets are up at the same time, and one request
-is under way at a time: arms alternate request by request. Needs no network.
+is under way at a time: arms alternate request by request (--apart: set by set). Needs no network.
 Exit status: 0 measured, 1 a request or an argument was wrong, 2 an engine failed, 130 interrupted.
 """
 _RUN = """examples:
   python -m tools.bench.gpu run --model qwen3-8b --stock-python STOCK/bin/python --out results/8b
-  python -m tools.bench.gpu run --model qwen3-32b --sets ours --prefill-kv-gib 10 \\
-      --decode-kv-gib 24 --out results/32b-ours -- --quantization fp8
+  python -m tools.bench.gpu run --model qwen3-32b --stock-python STOCK/bin/python --apart \\
+      --prefill-kv-gib 10 --decode-kv-gib 24 --out results/32b -- --quantization fp8
   python -m tools.bench.gpu run --model qwen3-8b --sets ours --slow-transport --out results/slow
   python -m tools.bench.gpu run --device cpu --model tiny --sets ours --lengths 512,1024 \\
       --repeats 1 --prefill-kv-gib 1 --decode-kv-gib 1 --hold '' --fragment 0 --out results/cpu
 A Python may be a wrapper script; it must exec, so that the engine has the script's process id.
 """
 _REPORT = """example:
-  python -m tools.bench.gpu report results/8b results/32b-ours results/32b-stock --to report
+  python -m tools.bench.gpu report results/8b results/32b --to report
 """
 
 
@@ -90,6 +90,7 @@ def _run(args: argparse.Namespace, command: str) -> Run:
         gpus=tuple(args.gpus.split(",")),
         decode_graphs=args.decode_graphs,
         slow_transport=args.slow_transport,
+        apart=args.apart,
         engine_args=tuple(args.engine_args),
         seed=args.seed,
     )
@@ -148,6 +149,12 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--python", type=Path, default=Path(sys.executable), help="runs our vllm")
     run.add_argument("--stock-python", type=Path, help="runs the base release's vllm")
     run.add_argument("--sets", default="ours,stock", help="default ours,stock")
+    run.add_argument(
+        "--apart",
+        action="store_true",
+        help="one set after the other: each has the GPU and the cores for itself, arms do not "
+        "alternate between sets, and larger models fit",
+    )
     run.add_argument(
         "--lengths", default="2048,8192,24576,30720", help="of the second prompt, tokens"
     )

@@ -42,6 +42,7 @@ class Settings:
     """What all engines of a run share. `gpus`: P's and D's, one for both if there is one.
 
     slow_transport: without the setting that lets two engines of one GPU read at full speed.
+    apart: one set after the other, not all at once, so that none shares GPU and cores with another.
     decode_graphs: D decodes with CUDA graphs. ttl_s: seconds that D keeps a finished turn.
     """
 
@@ -55,6 +56,7 @@ class Settings:
     gpus: tuple[str, ...] = ("0",)
     decode_graphs: bool = False
     slow_transport: bool = False
+    apart: bool = False
     engine_args: tuple[str, ...] = ()
     seed: int = 0
 

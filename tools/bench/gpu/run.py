@@ -40,7 +40,8 @@ Say = Callable[[str], None]
 
 @dataclass
 class Run:
-    """What is measured, and what was found so far. deadline_s: after it no length is begun."""
+    """What is measured, and what was found so far. deadline_s: after it no length is begun;
+    until_s: the same of the sets that are up, since those that come later have a share of it."""
 
     settings: Settings
     plan: Plan
@@ -54,6 +55,7 @@ class Run:
     held: list[Held] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)
     ceilings: dict[str, float | None] | None = None
+    until_s: float = 0.0
 
     @property
     def path(self) -> Path:
@@ -70,8 +72,8 @@ class Run:
         return time.monotonic() - self.begin
 
     def is_over(self) -> bool:
-        """Whether nothing new is to be begun."""
-        return self.elapsed() > self.deadline_s or len(self.errors) >= _MOST_ERRORS
+        """Whether nothing new is to be begun with the engines that are up."""
+        return self.elapsed() > self.until_s or len(self.errors) >= _MOST_ERRORS
 
 
 def profile(run: Run) -> int:
@@ -90,8 +92,10 @@ def profile(run: Run) -> int:
     if run.settings.device == "cuda":
         run.ceilings = ceilings.ask(_first_python(run.settings), run.settings.gpus[0])
         run.say(f"ceilings: {run.ceilings}")
-    for batch in _batches(run.settings):
+    batches = batches_of(run.settings)
+    for number, batch in enumerate(batches, 1):
         began = time.monotonic()
+        run.until_s = run.deadline_s * number / len(batches)
         with running(batch, run.out / "logs", run.say) as nodes:
             run.about.setdefault("ready_s", []).append(round(time.monotonic() - began, 1))
             try:
@@ -279,9 +283,10 @@ def _about(run: Run, bytes_per_token: int) -> dict[str, Any]:
     }
 
 
-def _batches(settings: Settings) -> list[Settings]:
-    """On a GPU all sets run together; a CPU has not the cores for that."""
-    if settings.device == "cuda":
+def batches_of(settings: Settings) -> list[Settings]:
+    """Sets that are up at the same time: on a GPU all, unless they are to be apart; a CPU has not
+    the cores for that."""
+    if settings.device == "cuda" and not settings.apart:
         return [settings]
     return [
         Settings(**{**vars(settings), "pythons": {name: python}})

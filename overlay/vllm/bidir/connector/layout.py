@@ -30,7 +30,8 @@ def preferred(vllm_config: VllmConfig, required: str | None) -> str | None:
     """BLHNC where a read-back's connector asks for LBHNC and nothing speaks against it.
 
     Not beside other connectors, which may have asked for the same and mean it; not for a model
-    whose layers differ; and only where the kernels have been seen to be right with it.
+    whose layers differ; and not for other kernels than FlashAttention's, which have not been seen
+    with it, and may cut a block in several of their own: the base does not start with that.
     """
     transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
     if (
@@ -38,7 +39,7 @@ def preferred(vllm_config: VllmConfig, required: str | None) -> str | None:
         or transfer is None
         or transfer.kv_connector not in ("NixlConnector", "NixlPullConnector")
         or not is_on(transfer)
-        or not current_platform.is_cuda()
+        or not _is_flash_attention(vllm_config)
         or transfer.kv_buffer_device not in (None, "cuda")
         or vllm_config.speculative_config is not None
         or model is None
@@ -46,6 +47,19 @@ def preferred(vllm_config: VllmConfig, required: str | None) -> str | None:
     ):
         return required
     return BLOCKS_OUTERMOST
+
+
+def _is_flash_attention(vllm_config: VllmConfig) -> bool:
+    """Whether FlashAttention is chosen, or is what the base chooses (newer GPUs have another)."""
+    capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
+    attention = vllm_config.attention_config
+    name = getattr(attention.backend, "name", None)
+    return (
+        capability is not None
+        and capability.major in (8, 9)
+        and name in (None, "FLASH_ATTN")
+        and not attention.backend_per_kind
+    )
 
 
 def _layers_are_alike(model: ModelConfig) -> bool:

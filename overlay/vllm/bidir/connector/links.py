@@ -98,12 +98,16 @@ class Links:
                 _back_off(link)
 
     def failed(self, engine_id: str, now: float) -> None:
-        """A probe has ended without a rate; what was known stays."""
+        """A probe has ended without a rate, and nothing is known any more.
+
+        The peer may be another process by now. That shows when it is asked to hold a turn, and a
+        peer that counts as slow is not asked.
+        """
         with self._lock:
             link = self._links.get(engine_id)
             if link is None:
                 return
-            link.probing, link.probed = False, now
+            link.probing, link.probed, link.rate = False, now, None
             if link.needed is not None:
                 _back_off(link)
 

@@ -17,7 +17,7 @@ import numpy as np
 from vllm.bidir.connector import agents, layout
 from vllm.bidir.connector.nixl_config import configured, delay_us
 from vllm.bidir.connector.options import read_options
-from vllm.bidir.connector.rows import RowHandles, parts_of, row_of
+from vllm.bidir.connector.rows import RowHandles, join_blocks, parts_of, row_of
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     NixlAgentMetadata,
     NixlConnectorMetadata,
@@ -28,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (
 )
 from vllm.distributed.nixl_utils import NixlWrapper
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
 if TYPE_CHECKING:
     import torch
@@ -171,6 +172,14 @@ class MeetingWorker(NixlPullConnectorWorker):
         remote_tp_size: int = 1,
         remote_dcp_size: int = 1,
     ) -> str:
+        """ValueError for a peer whose blocks would be read into the wrong places."""
+        if nixl_agent_meta.block_size != self.block_size and current_platform.is_cpu():
+            # Its kernels keep the keys of a block in an order of their own. The base reads all the
+            # same, and answers wrong.
+            raise ValueError(
+                f"engine {nixl_agent_meta.engine_id} has blocks of {nixl_agent_meta.block_size} "
+                f"tokens, this one of {self.block_size}: on a CPU both need the same --block-size"
+            )
         theirs = layout.as_ours(nixl_agent_meta, self.kv_cache_layout)
         with self._nixl_entry:
             name: str = super().add_remote_agent(
@@ -208,6 +217,25 @@ class MeetingWorker(NixlPullConnectorWorker):
                 for base, length, stride in layers
             ]
         )
+
+    def post_process_device_kv_on_receive(
+        self,
+        block_size_ratio: int,
+        block_ids_list: list[tuple[list[int], int]],
+        convert: bool = True,
+    ) -> None:
+        """Make one block of each few that a peer's smaller blocks were read into, and zero what
+        was not read. See the base for the arguments.
+
+        The base takes a cache's axes for [block, token, head, content] and puts heads where tokens
+        belong; they are [block, head, token, content] (vllm.v1.kv_cache_layout).
+        """
+        if not convert or self.enable_permute_local_kv or block_size_ratio == 1:
+            super().post_process_device_kv_on_receive(block_size_ratio, block_ids_list, convert)
+            return
+        for block_ids, covered in block_ids_list:
+            for cache in self._attention_kv_caches:
+                join_blocks(cache, block_ids, block_size_ratio, covered)
 
     def _add_notif_only_remote_agent(self, *args: Any) -> str:
         with self._nixl_entry:

@@ -42,6 +42,7 @@ class Post:
         self.handle: Any = None
         self.error: Exception | None = None
         self.ended = False
+        self.given_up = False
 
 
 class Poster:
@@ -67,6 +68,8 @@ class Poster:
     def _take_over(self, post: Post, read: Descriptors, elsewhere: bool) -> None:
         more = {} if read.notification is None else {"notif_msg": read.notification}
         try:
+            if post.given_up:
+                return  # nobody waits for it
             if elsewhere:
                 self._prepare()
             post.handle = self._nixl.make_prepped_xfer(
@@ -80,7 +83,8 @@ class Poster:
             self._nixl.transfer(post.handle)
         except Exception as error:
             post.error = error
-        post.ended = True
+        finally:
+            post.ended = True
 
     def ended(self) -> list[Post]:
         """Those that have ended since the last call."""
@@ -100,8 +104,14 @@ class Poster:
         return {post.engine_id for posts in self._posts.values() for post in posts}
 
     def give_up(self, request_id: str) -> list[Post]:
-        """Those of this request that are on their way; nothing more is said of them here."""
-        return self._posts.pop(request_id, [])
+        """Those of this request that are on their way; nothing more is said of them here.
+
+        What has not begun does not begin any more.
+        """
+        posts = self._posts.pop(request_id, [])
+        for post in posts:
+            post.given_up = True
+        return posts
 
     def close(self) -> list[Post]:
         """Wait for the one under way, drop the others: what has ended and was not told yet."""

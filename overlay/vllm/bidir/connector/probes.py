@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-# Opening the mapping of a peer's GPU memory takes about a second.
-TOUCH_S = 10.0
+# Opening the mapping of a peer's GPU memory has taken up to a second; a handover waits for it.
+TOUCH_S = 3.0
 MEASURE_S = 2.0
 _CLOSE_S = 3.0
 _THREADS = 2
@@ -55,22 +55,28 @@ class Probes:
         """Open the way to an engine that has just been met; `measured`: and see how fast it is.
 
         Called in the handshake's thread, which waits for it: the first transfer would, and in the
-        engine's step.
+        engine's step. Whatever goes wrong, the engine has been met.
         """
-        found = self._describe(engine_id, 0.0)
-        if found is None:
-            return
-        opened = touch(self._nixl, engine_id, found[0], self._unfinished, TOUCH_S, self._entry)
-        if opened and measured:
-            self.links.probe_started(engine_id)
-            self._measure(engine_id)
+        try:
+            found = self._describe(engine_id, 0.0)
+            if found is None:
+                return
+            opened = touch(self._nixl, engine_id, found[0], self._unfinished, TOUCH_S, self._entry)
+            if opened and measured:
+                self.links.probe_started(engine_id)
+                self._measure(engine_id)
+        except Exception:
+            self.links.failed(engine_id, time.monotonic())
+            logger.exception("engine %s could not be probed", engine_id)
 
     def start(self, engine_id: str) -> None:
         """Measure in a thread of its own."""
         self.links.probe_started(engine_id)
         # Before the thread starts: until it has ended the engine must not be forgotten.
         self._unfinished.enter(engine_id)
-        self._threads.submit(self._measure_apart, engine_id)
+        probe = self._threads.submit(self._measure_apart, engine_id)
+        # Also of one that is cancelled before its thread has come to it.
+        probe.add_done_callback(lambda _: self._unfinished.leave(engine_id))
 
     def _measure_apart(self, engine_id: str) -> None:
         try:
@@ -79,8 +85,6 @@ class Probes:
         except Exception:
             self.links.failed(engine_id, time.monotonic())
             logger.exception("engine %s could not be probed", engine_id)
-        finally:
-            self._unfinished.leave(engine_id)
 
     def _measure(self, engine_id: str) -> None:
         sized = partial(self._describe, engine_id)

@@ -16,6 +16,7 @@ from vllm.bidir.connector.meeting import MeetingWorker
 from vllm.bidir.connector.posting import Descriptors, Post, Poster
 from vllm.bidir.connector.probes import Probes
 from vllm.bidir.connector.rows import in_order
+from vllm.bidir.connector.touch import release
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpec
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -60,11 +61,10 @@ class ReadingWorker(MeetingWorker):
     def shutdown(self) -> None:
         if hasattr(self, "_poster"):
             for post in self._poster.close():
-                if post.handle is not None:
-                    self.nixl_wrapper.release_xfer_handle(post.handle)
+                release(self.nixl_wrapper, post.handle)
         if hasattr(self, "_probes"):
             for handle in self._probes.close():
-                self.nixl_wrapper.release_xfer_handle(handle)
+                release(self.nixl_wrapper, handle)
         super().shutdown()
 
     def busy_engines(self) -> set[str]:
@@ -72,7 +72,7 @@ class ReadingWorker(MeetingWorker):
 
     def _evict_stale_engines(self) -> None:
         # The base counts from the start of an engine's last transfer, which may still run.
-        for engine_id in self.busy_engines():
+        for engine_id in self.busy_engines() & self._engine_last_active.keys():
             self._engine_last_active[engine_id] = time.perf_counter()
         super()._evict_stale_engines()
 
@@ -115,6 +115,7 @@ class ReadingWorker(MeetingWorker):
 
     def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
         self._probes.forget(engine_id)
+        self._to_be_measured.discard(engine_id)
         super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
 
     def get_finished(self) -> tuple[set[str], set[str]]:
@@ -140,10 +141,7 @@ class ReadingWorker(MeetingWorker):
         except Exception as error:
             # NIXL raises for a transfer that has failed: it has ended, too.
             logger.info("a READ that was given up has failed: %s", error)
-        try:
-            self.nixl_wrapper.release_xfer_handle(handle)
-        except Exception as error:
-            logger.warning("a READ that was given up is not released: %s", error)
+        release(self.nixl_wrapper, handle)
         return False
 
     ############################################################

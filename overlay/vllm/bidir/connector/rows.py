@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -66,6 +67,27 @@ def parts_of(
     found[:, 1] = size
     found[:, 2] = device
     return found
+
+
+def join_blocks(cache: torch.Tensor, block_ids: Sequence[int], parts: int, covered: int) -> None:
+    """What smaller blocks left in blocks of ours becomes what ours would hold.
+
+    `cache` is [block, head, token, content]. Each block of `block_ids` has been read into part by
+    part, one behind the other, `parts` of them, `covered` in all: the rest is zeroed.
+    """
+    _, heads, tokens, content = cache.shape
+    indices = torch.as_tensor(block_ids, dtype=torch.long, device=cache.device)
+    if cache.stride(2) == content and cache.stride(1) == tokens * content:
+        # Heads are outside tokens: each part has brought its own heads.
+        read = cache.index_select(0, indices)
+        read = read.reshape(-1, parts, heads, tokens // parts, content)
+        cache.index_copy_(0, indices, read.transpose(1, 2).reshape(-1, heads, tokens, content))
+    full, more = divmod(covered, parts)
+    if more:
+        cache[block_ids[full], :, more * (tokens // parts) :].zero_()
+        full += 1
+    if full < len(block_ids):
+        cache.index_fill_(0, indices[full:], 0)
 
 
 class RowHandles:

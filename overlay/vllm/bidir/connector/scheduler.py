@@ -37,6 +37,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
     NixlPullConnectorScheduler,
 )
 from vllm.logger import init_logger
+from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -51,6 +52,12 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger(__name__)
+
+_ENDED_BY_ITSELF = (
+    RequestStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_LENGTH_CAPPED,
+    RequestStatus.FINISHED_REPETITION,
+)
 
 
 class BidirScheduler(NixlPullConnectorScheduler):
@@ -163,6 +170,9 @@ class BidirScheduler(NixlPullConnectorScheduler):
         if params and params.get("do_remote_decode"):
             if request.request_id not in self._attempted:
                 self._attempt(request, blocks, num_external_tokens)
+            elif num_external_tokens == 0:
+                # Behind a read-back: what is computed is all if that was lost.
+                self._begin_computing(request)
             # The base would read by count; this tells it that there is nothing to do. Both words
             # at once would have it read what the params name, past all verification.
             params["_remote_blocks_processed"] = True
@@ -178,11 +188,8 @@ class BidirScheduler(NixlPullConnectorScheduler):
         self._attempted.add(request.request_id)
         matched = self._match(request)
         if num_external_tokens == 0:
-            local = self._local.pop(request.request_id, 0)
-            self._speed.began(
-                request.request_id, request.num_prompt_tokens - local, time.monotonic()
-            )
-            self._refuse(request, matched, local)
+            self._begin_computing(request)
+            self._refuse(request, matched, self._local.pop(request.request_id, 0))
             return
         assert matched.source is not None  # else no tokens had been reported
         total = matched.tokens
@@ -202,6 +209,12 @@ class BidirScheduler(NixlPullConnectorScheduler):
             compute_s=self._speed.seconds(num_external_tokens),
         )
         self._read_backs[request.request_id] = self._orders[request.request_id] = order
+
+    def _begin_computing(self, request: Request) -> None:
+        """Time it, unless somebody loads a part of it: another connector, or a read-back."""
+        stats = request.prefill_stats
+        if stats is not None and not stats.num_external_cached_tokens:
+            self._speed.began(request.request_id, stats.num_computed_tokens, time.monotonic())
 
     def _refuse(self, request: Request, matched: Match, local: int) -> None:
         reason = matched.reason if matched.tokens == 0 else Reason.BELOW_THRESHOLD
@@ -270,10 +283,7 @@ class BidirScheduler(NixlPullConnectorScheduler):
         self._matches.pop(request.request_id, None)
         self._local.pop(request.request_id, None)
         self._attempted.discard(request.request_id)
-        if request.num_computed_tokens >= request.num_prompt_tokens:
-            self._speed.ended(request.request_id, time.monotonic())
-        else:
-            self._speed.dropped(request.request_id)
+        self._note_speed(request)
         keeps, params = super().request_finished(request, block_ids)
         if params is not None:
             if params["do_remote_prefill"]:
@@ -292,6 +302,16 @@ class BidirScheduler(NixlPullConnectorScheduler):
         if self._told is not None:
             self._told[request.request_id] = params
         return keeps, params
+
+    def _note_speed(self, request: Request) -> None:
+        """How long computing its prompt has taken, if it has been computed.
+
+        An aborted request's tokens count as computed as soon as they are scheduled.
+        """
+        if request.status in _ENDED_BY_ITSELF:
+            self._speed.ended(request.request_id, time.monotonic())
+        else:
+            self._speed.dropped(request.request_id)
 
     @contextmanager
     def telling(self) -> Iterator[dict[str, dict[str, Any] | None]]:

@@ -36,16 +36,15 @@ class PrefillSpeed:
             self.dropped(request_id)
 
     def ended(self, request_id: str, now: float) -> None:
-        """The prompt has been computed."""
-        computed = self._computing.pop(request_id, None)
-        if computed is None or now <= computed[1]:
+        """The prompt has been computed, and the request has ended by itself."""
+        tokens, began = self._computing.pop(request_id, (0, 0.0))
+        if tokens == 0 or now <= began:
             return
-        tokens, began = computed
         rates = self._rates.setdefault(_bucket(tokens), deque(maxlen=SAMPLES))
         rates.append(tokens / (now - began))
 
     def dropped(self, request_id: str) -> None:
-        """The prompt was aborted or preempted: how long it took says nothing."""
+        """The request was aborted: how long it took says nothing."""
         self._computing.pop(request_id, None)
 
     def seconds(self, tokens: int) -> float | None:

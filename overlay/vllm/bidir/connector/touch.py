@@ -160,7 +160,8 @@ def measure(
                 if ran is None or unfinished.closed:
                     return None
                 if not ran.done:
-                    return Rate(megabytes / ran.most_s, best > 0)
+                    # A peer that stands still for a moment takes back nothing that it has shown.
+                    return Rate(best) if best else Rate(megabytes / ran.most_s, False)
                 best = max(best, megabytes / max(ran.most_s, _SHORTEST_S))
                 if ran.least_s > ENOUGH_S or best >= ENOUGH_MB_S:
                     return Rate(best)
@@ -226,14 +227,15 @@ def _run(
     except Exception as error:
         logger.info("engine %s cannot be read from to see how fast: %s", engine_id, error)
         state = "ERR"
-    _release(nixl, handle)
+    release(nixl, handle)
     return _Ran(True, seen - began, ended - began) if state == "DONE" else None
 
 
-def _release(nixl: Any, handle: Any) -> None:
+def release(nixl: Any, handle: Any) -> None:
+    """Let NIXL forget a transfer, whatever it says to that."""
     if handle is None:
         return
     try:
         nixl.release_xfer_handle(handle)
     except Exception as error:
-        logger.warning("a READ that has ended is not released: %s", error)
+        logger.warning("a READ is not released: %s", error)
