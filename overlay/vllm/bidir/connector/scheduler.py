@@ -22,6 +22,7 @@ from vllm.bidir.connector.kept import KeptTurn, KeptTurns, new_lease_id
 from vllm.bidir.connector.listener import start_listener
 from vllm.bidir.connector.messages import SideChannel
 from vllm.bidir.connector.outcome import Outcome, WorkerReport
+from vllm.bidir.connector.placing import place, place_last
 from vllm.bidir.connector.proof import make_proof
 from vllm.bidir.connector.read_back import ReadBack
 from vllm.bidir.connector.rest import Rest
@@ -178,6 +179,8 @@ class BidirScheduler(NixlPullConnectorScheduler):
             params["_remote_blocks_processed"] = True
             params["do_remote_prefill"] = False
         elif params and params.get("do_remote_prefill"):
+            if num_external_tokens > 0:
+                place_last(blocks.blocks, params.get("remote_block_ids"))
             named = agents.parse_agents(params.get(agents.PARAM))
             if named is not None:
                 self._handovers[request.request_id] = named
@@ -196,6 +199,10 @@ class BidirScheduler(NixlPullConnectorScheduler):
         local = total - num_external_tokens
         assert local % self.block_size == 0, "the scheduler reports whole local blocks"
         first, end = local // self.block_size, -(-total // self.block_size)
+        (table,), theirs = blocks.blocks, (request.kv_transfer_params or {}).get("remote_block_ids")
+        if isinstance(theirs, (list, tuple)) and theirs and isinstance(theirs[0], (list, tuple)):
+            # D's own word, in its answer to HOLD, says what is read; this is for the order only.
+            place(table, first, theirs[0][first:end])
         (block_ids,) = blocks.get_block_ids()
         order = ReadBack(
             source=matched.source,
