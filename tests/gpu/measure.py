@@ -37,7 +37,8 @@ class Measured:
     """Figures of one conversation; every Difference is to a plain recompute of its prompt on P.
 
     checks: with transfers, must be within the limit. noise: without any transfer, makes the
-    limit. controls: of wrong KV or of another prompt, must be above the limit.
+    limit. controls: of wrong KV or of another prompt, must be above the limit. alike: the read-back
+    against computations that are cut where it is; where cutting alone makes noise they tell more.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Measured:
     checks: dict[str, Difference] = field(default_factory=dict)
     noise: dict[str, Difference] = field(default_factory=dict)
     controls: dict[str, Difference] = field(default_factory=dict)
+    alike: dict[str, Difference] = field(default_factory=dict)
     counted: Difference | None = None
 
 
@@ -94,6 +96,11 @@ def measure(conversation: Conversation, servers: Servers, rng: random.Random) ->
         "own_turns": _two_turns_alone(decode, first, conversation.generate, prompt),
     }
     found.noise = {name: difference(a.first, plain.first) for name, a in without_transfer.items()}
+    if read:
+        found.alike = {
+            name: difference(read_back.first, without_transfer[name].first)
+            for name in ("two_pieces", "own_turns")
+        }
     changed = with_another_block(prompt, block, rng)
     if changed is not None:
         other = complete(prefill, changed, salt=_salt())
