@@ -77,6 +77,15 @@ def test_only_kernels_that_were_seen_with_it_get_it(
     assert get_kv_connector_cache_layout(config) == layout_name
 
 
+@pytest.mark.parametrize(("backend", "layout_name"), [(None, "LBHNC"), ("FLASH_ATTN", "BLHNC")])
+def test_with_fp8_the_base_may_choose_other_kernels(
+    config: VllmConfig, backend: str | None, layout_name: str
+) -> None:
+    config.cache_config.cache_dtype = "fp8"
+    config.attention_config.backend = AttentionBackendEnum[backend] if backend else None
+    assert get_kv_connector_cache_layout(config) == layout_name
+
+
 def test_nothing_changes_behind_a_host_buffer(config: VllmConfig) -> None:
     config.kv_transfer_config = transfer(device="cpu")
     assert get_kv_connector_cache_layout(config) == "LBHNC"
@@ -123,6 +132,7 @@ def test_layers_that_differ_keep_the_bases_layout(
         kv_transfer_config=config.kv_transfer_config,
         speculative_config=None,
         attention_config=config.attention_config,
+        cache_config=config.cache_config,
         model_config=SimpleNamespace(**plain),
     )
     assert layout.preferred(asked, "LBHNC") == "BLHNC"

@@ -108,6 +108,12 @@ def test_after_a_failed_probe_nothing_is_known(links: Links) -> None:
     probe(links, None, 1.0)
     assert links.rate("d") is None
     assert not is_slow(links)
+    assert links.is_off("d"), "until it is known to be another"
+    links.forget("d")
+    assert not links.is_off("d")
+    links.measured("d", 250.0, 2.0)
+    probe(links, None, 3.0)
+    assert not links.is_off("d"), "nobody has been refused"
 
 
 def test_the_first_refusal_warns_and_names_the_cure(links: Links, log: Log) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.bidir.connector.placing import place, place_last
+from vllm.bidir.connector.placing import last_blocks, only_group, place
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
@@ -78,21 +78,32 @@ def test_blocks_that_hold_something_stay_where_they_are(change: Any) -> None:
 
 @pytest.mark.parametrize(
     "theirs",
-    [None, 5, "abc", [1], [1, 2, 3, 4], [1, "2", 3], [1, 2.0, 3], [-1, 2, 3], [2**40, 1, 2]],
+    [
+        None,
+        5,
+        "abc",
+        [1],
+        [1, "2", 3],
+        [1, 2.0, 3],
+        [[1], [2, 3], 4],
+        [[1], [2], [3]],
+        [2**70, 1, 2],
+    ],
 )
 def test_what_is_no_list_of_blocks_says_nothing(theirs: Any) -> None:
     table = new([9, 8, 7])
     place(table, 0, theirs)
-    place_last((table,), [theirs] if not isinstance(theirs, list) else [theirs[:2]])
-    place_last((table,), theirs)
-    place_last((table, table), [theirs, theirs])
+    place(table, *last_blocks(table, [theirs]))
+    place(table, *last_blocks(table, theirs))
+    place(table, *last_blocks(table, [theirs, theirs]))
     assert ids(table) == [9, 8, 7]
+    assert only_group([theirs, theirs]) is None
 
 
 def test_of_a_handover_the_last_blocks_are_read() -> None:
     table = new([5, 9, 8, 7])
     table[0]._block_hash = b"h"  # type: ignore[assignment]
-    place_last((table,), [[50, 10, 20, 30]])
+    place(table, *last_blocks(table, [[50, 10, 20, 30]]))
     assert ids(table) == [5, 7, 8, 9]
 
 
@@ -129,6 +140,30 @@ def test_a_handover_is_read_in_few_pieces(model: Path) -> None:
     (ours,) = d.scheduler.kv_cache_manager.get_block_ids(request.request_id)
     assert len(ours) > 150
     assert pieces(ours, handed["remote_block_ids"][0][: len(ours)]) <= 12
+
+
+def test_whoever_is_asked_first_sees_the_placed_order(model: Path) -> None:
+    """Another connector in front of ours may note the order, and store KV by it."""
+    p, d = Engine(model, "p", blocks=400), Engine(model, "d", blocks=600)
+    pool = d.scheduler.kv_cache_manager.block_pool
+    pool.free_blocks(reversed(pool.get_new_blocks(350)))
+    told, params = turn(d, 3000)
+    connector, seen = p.scheduler.connector, []
+    update = connector.update_state_after_alloc
+
+    def noting(request: Any, blocks: Any, external: int) -> None:
+        seen.append(ids(blocks.blocks[0]))
+        update(request, blocks, external)
+        seen.append(ids(blocks.blocks[0]))
+
+    connector.update_state_after_alloc = noting
+    request = p.add(told + unrelated(30), params, source=d)
+    p.serve(request)
+    (order,) = p.ordered.values()
+    assert seen[0] == seen[1]
+    assert seen[0][: len(order.local_block_ids)] == list(order.local_block_ids)
+    theirs = params["remote_block_ids"][0][order.remote_positions]
+    assert pieces(list(order.local_block_ids), theirs) <= 12
 
 
 def test_pools_alone_do_not_do_it() -> None:

@@ -65,9 +65,24 @@ def test_an_aborted_prompt_tells_nothing(model: Path, clock: Any, async_scheduli
     assert len(p.bidir._speed) == 0
 
 
+def test_a_preempted_prompt_tells_nothing(model: Path, clock: Any) -> None:
+    """What had been computed is in the prefix cache, and its statistics are of the first time."""
+    p = Engine(model, "p", blocks=400, batched_tokens=512)
+    request = p.add(unrelated(3000), FIRST_TURN)
+    p.step()
+    p.step()
+    p.scheduler.running.remove(request)
+    p.scheduler._preempt_request(request, 0.0)
+    p.serve(request)
+    assert p.bidir._speed.seconds(3000) is None
+    assert len(p.bidir._speed) == 0
+
+
 def test_what_another_connector_loads_is_not_computed(model: Path) -> None:
     speed = Engine(model, "p").bidir
     for external, known in ((512, 0), (0, 1)):
         stats = SimpleNamespace(num_external_cached_tokens=external, num_computed_tokens=1000)
-        speed._begin_computing(SimpleNamespace(request_id="r", prefill_stats=stats))
+        speed._begin_computing(
+            SimpleNamespace(request_id="r", prefill_stats=stats, num_preemptions=0)
+        )
         assert len(speed._speed) == known

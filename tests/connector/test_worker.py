@@ -835,6 +835,18 @@ def test_a_slow_peer_that_restarts_is_met_anew(bare: Bare) -> None:
     assert len(bare.handshakes) == 1
 
 
+def test_a_slow_peer_that_cannot_be_timed_and_is_the_same_stays_off(bare: Bare) -> None:
+    arrived(bare._questions.holds)
+    known(bare, "d", RATE_MB_S)
+    bare._order("r2", order_that_computes_in(bare, 1e-6))
+    bare._probes.links.failed("d", time.monotonic())
+    bare._order("r3", order_that_computes_in(bare, 1e-6))
+    arrived(bare._questions.holds, "r3")
+    bare._held("r3", peer.Asked(hold=answer()))
+    assert bare._reads["r3"].lost is Reason.SLOW_LINK
+    assert bare.nixl_wrapper.posted == []
+
+
 def test_what_has_not_been_handed_to_nixl_when_it_is_given_up_never_is(
     bare: Bare, slow: Slow
 ) -> None:

@@ -45,6 +45,17 @@ def preferred_layout(vllm_config: VllmConfig, required: str | None) -> str | Non
     return layout.preferred(vllm_config, required)
 
 
+def place_new_blocks(scheduler: Any, request: Request, num_external_tokens: int) -> None:
+    """Let the blocks that something is to be read into lie as the peer's do; see placing.py.
+
+    Before any connector is told of them.
+    """
+    ours = our_scheduler(scheduler.connector)
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    if ours is not None and num_external_tokens > 0 and len(managers) == 1:
+        ours.place(request, managers[0].req_to_blocks[request.request_id], num_external_tokens)
+
+
 def end_kept_turns(scheduler: Any) -> None:
     """What blocks hold is about to lose its meaning (reset, pause, new weights).
 

@@ -53,13 +53,12 @@ def _is_flash_attention(vllm_config: VllmConfig) -> bool:
     """Whether FlashAttention is chosen, or is what the base chooses (newer GPUs have another)."""
     capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
     attention = vllm_config.attention_config
-    name = getattr(attention.backend, "name", None)
-    return (
-        capability is not None
-        and capability.major in (8, 9)
-        and name in (None, "FLASH_ATTN")
-        and not attention.backend_per_kind
-    )
+    if capability is None or capability.major not in (8, 9) or attention.backend_per_kind:
+        return False
+    if attention.backend is not None:
+        return bool(attention.backend.name == "FLASH_ATTN")
+    # With other types the base may choose another.
+    return vllm_config.cache_config.cache_dtype in ("auto", "bfloat16", "float16")
 
 
 def _layers_are_alike(model: ModelConfig) -> bool:

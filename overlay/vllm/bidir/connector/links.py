@@ -166,6 +166,12 @@ class Links:
             link.needed = max(needed, link.needed or 0.0)
             return True
 
+    def is_off(self, engine_id: str) -> bool:
+        """Whether it was slow when it was last timed, and cannot be timed any more."""
+        with self._lock:
+            link = self._links.get(engine_id)
+            return link is not None and link.needed is not None and link.rate is None
+
     def forget(self, engine_id: str) -> None:
         """The engine is gone; one that comes back under its id is another process."""
         with self._lock:

@@ -9,7 +9,6 @@ are all alike; given out in the order in which the peer's lie, 10 to 31 pieces r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,32 +26,41 @@ def place(table: list[KVCacheBlock], first: int, theirs: Any) -> None:
     the pool for this request alone and hold nothing yet, else it is left as it is. `theirs` are
     block ids by position; they come with the request, and say no more here than an order.
     """
-    if not isinstance(theirs, (list, tuple)) or len(theirs) < 2:
+    if not isinstance(theirs, (list, tuple)) or len(theirs) < 2 or first + len(theirs) > len(table):
         return
-    end = first + len(theirs)
-    if end > len(table) or not all(type(k) is int and 0 <= k < _MOST for k in theirs):
+    new = table[first : first + len(theirs)]
+    if any(one.ref_cnt != 1 or one.block_hash is not None or one.is_null for one in new):
         return
-    new = table[first:end]
-    if any(one.block_hash is not None or one.is_null or one.ref_cnt != 1 for one in new):
+    try:
+        said = np.asarray(theirs)
+    except (ValueError, OverflowError):
+        return  # lists in lists
+    if said.ndim != 1 or said.dtype.kind != "i":
         return
-    rising = sorted(new, key=lambda one: one.block_id)
+    ours = np.fromiter((one.block_id for one in new), dtype=np.int64, count=len(new))
     # The k-th of theirs by id is to be read into the k-th of ours by id.
-    ranks = np.empty(len(new), dtype=np.int64)
-    ranks[np.argsort(np.asarray(theirs), kind="stable")] = np.arange(len(new))
-    table[first:end] = [rising[rank] for rank in ranks.tolist()]
+    placed = list(new)
+    at = np.argsort(said, kind="stable").tolist()
+    for position, rising in zip(at, np.argsort(ours).tolist(), strict=True):
+        placed[position] = new[rising]
+    table[first : first + len(theirs)] = placed
 
 
-def place_last(tables: Sequence[Any], theirs: Any) -> None:
-    """The same for a handover: what is not in the own prefix cache are the peer's last blocks.
+def last_blocks(table: list[KVCacheBlock], theirs: Any) -> tuple[int, Any]:
+    """Where a handover's blocks begin in `table`, and which of the peer's they are read from.
 
-    `tables` and `theirs` are by KV cache group; several are left as they are.
+    What is not in the own prefix cache are the peer's last blocks. `theirs` are by KV cache group.
     """
-    if len(tables) != 1 or not isinstance(theirs, (list, tuple)) or len(theirs) != 1:
-        return
-    (table,), (blocks,) = tables, theirs
-    if not isinstance(table, list) or not isinstance(blocks, (list, tuple)):
-        return
     first = next((at for at, one in enumerate(table) if one.block_hash is None), len(table))
+    blocks = only_group(theirs)
     count = len(table) - first
-    if 0 < count <= len(blocks):
-        place(table, first, blocks[-count:])
+    return first, blocks[-count:] if blocks is not None and 0 < count <= len(blocks) else None
+
+
+def only_group(theirs: Any) -> Any:
+    """The block ids that params name, if they are of one KV cache group; else None."""
+    if isinstance(theirs, (list, tuple)) and len(theirs) == 1:
+        (blocks,) = theirs
+        if isinstance(blocks, (list, tuple)):
+            return blocks
+    return None

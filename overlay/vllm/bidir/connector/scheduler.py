@@ -22,7 +22,7 @@ from vllm.bidir.connector.kept import KeptTurn, KeptTurns, new_lease_id
 from vllm.bidir.connector.listener import start_listener
 from vllm.bidir.connector.messages import SideChannel
 from vllm.bidir.connector.outcome import Outcome, WorkerReport
-from vllm.bidir.connector.placing import place, place_last
+from vllm.bidir.connector.placing import last_blocks, only_group, place
 from vllm.bidir.connector.proof import make_proof
 from vllm.bidir.connector.read_back import ReadBack
 from vllm.bidir.connector.rest import Rest
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         KVConnectorMetadata,
     )
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -164,6 +165,22 @@ class BidirScheduler(NixlPullConnectorScheduler):
         self._ended.update(request_ids)
         return request_ids
 
+    def place(self, request: Request, table: list[KVCacheBlock], num_external_tokens: int) -> None:
+        """Order the request's new blocks in its block table, before anybody is told of them.
+
+        By what the params say of the peer's. What is read in the end is the peer's own word.
+        """
+        params = request.kv_transfer_params or {}
+        theirs = params.get("remote_block_ids")
+        if params.get("do_remote_decode") and request.request_id not in self._attempted:
+            blocks, total = only_group(theirs), self._match(request).tokens
+            first = (total - num_external_tokens) // self.block_size
+            end = -(-total // self.block_size)
+            if blocks is not None and 0 <= first < end:
+                place(table, first, blocks[first:end])
+        elif params.get("do_remote_prefill"):
+            place(table, *last_blocks(table, theirs))
+
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
@@ -179,8 +196,6 @@ class BidirScheduler(NixlPullConnectorScheduler):
             params["_remote_blocks_processed"] = True
             params["do_remote_prefill"] = False
         elif params and params.get("do_remote_prefill"):
-            if num_external_tokens > 0:
-                place_last(blocks.blocks, params.get("remote_block_ids"))
             named = agents.parse_agents(params.get(agents.PARAM))
             if named is not None:
                 self._handovers[request.request_id] = named
@@ -199,10 +214,6 @@ class BidirScheduler(NixlPullConnectorScheduler):
         local = total - num_external_tokens
         assert local % self.block_size == 0, "the scheduler reports whole local blocks"
         first, end = local // self.block_size, -(-total // self.block_size)
-        (table,), theirs = blocks.blocks, (request.kv_transfer_params or {}).get("remote_block_ids")
-        if isinstance(theirs, (list, tuple)) and theirs and isinstance(theirs[0], (list, tuple)):
-            # D's own word, in its answer to HOLD, says what is read; this is for the order only.
-            place(table, first, theirs[0][first:end])
         (block_ids,) = blocks.get_block_ids()
         order = ReadBack(
             source=matched.source,
@@ -220,7 +231,10 @@ class BidirScheduler(NixlPullConnectorScheduler):
     def _begin_computing(self, request: Request) -> None:
         """Time it, unless somebody loads a part of it: another connector, or a read-back."""
         stats = request.prefill_stats
-        if stats is not None and not stats.num_external_cached_tokens:
+        if request.num_preemptions:
+            # Its statistics are of the first time; a part of it may be in the prefix cache now.
+            self._speed.dropped(request.request_id)
+        elif stats is not None and not stats.num_external_cached_tokens:
             self._speed.began(request.request_id, stats.num_computed_tokens, time.monotonic())
 
     def _refuse(self, request: Request, matched: Match, local: int) -> None:

@@ -44,7 +44,7 @@ class PrefillSpeed:
         rates.append(tokens / (now - began))
 
     def dropped(self, request_id: str) -> None:
-        """The request was aborted: how long it took says nothing."""
+        """The request was aborted or preempted: how long it took says nothing."""
         self._computing.pop(request_id, None)
 
     def seconds(self, tokens: int) -> float | None:

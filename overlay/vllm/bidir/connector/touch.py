@@ -106,8 +106,8 @@ class Unfinished:
 
 @dataclass(frozen=True)
 class Rate:
-    """What a link has shown to achieve. Not `finished`: nothing was read within the time given, and
-    the rate is the most that it can be."""
+    """What a link has shown to achieve. Not `finished`: a READ did not end within the time given,
+    and the rate is the most that it can be, unless the peer stood still for a moment."""
 
     megabytes_per_s: float
     finished: bool = True
@@ -160,8 +160,7 @@ def measure(
                 if ran is None or unfinished.closed:
                     return None
                 if not ran.done:
-                    # A peer that stands still for a moment takes back nothing that it has shown.
-                    return Rate(best) if best else Rate(megabytes / ran.most_s, False)
+                    return Rate(megabytes / ran.most_s, False)
                 best = max(best, megabytes / max(ran.most_s, _SHORTEST_S))
                 if ran.least_s > ENOUGH_S or best >= ENOUGH_MB_S:
                     return Rate(best)

@@ -50,6 +50,10 @@ logger = init_logger(__name__)
 # Seconds for the handshake and the READs that open and time a link, where it is emulated: 0.2 of
 # reading at 0.4 GB/s, and the rest.
 MEETING_S = 0.3
+# And no longer than this, however long computing may take.
+_LONGEST_MEETING_S = 10.0
+# Of so many engines it is remembered that they could not be met.
+_UNMET = 1024
 
 
 class _State(Enum):
@@ -239,7 +243,7 @@ class BidirWorker(ReadingWorker):
             handshake.add_done_callback(partial(self._met_aside, source.engine_id))
             self._lose(request_id, Reason.PEER_GONE if failed else Reason.MEETING)
         else:
-            read.deadline += (read.order.compute_s or 0.0) / 4
+            read.deadline += min(_LONGEST_MEETING_S, (read.order.compute_s or 0.0) / 4)
             handshake.add_done_callback(partial(self._handshake_done, request_id))
 
     def _handshake_done(self, request_id: str, handshake: Future[Any]) -> None:
@@ -249,6 +253,8 @@ class BidirWorker(ReadingWorker):
     def _met_aside(self, engine_id: str, handshake: Future[Any]) -> None:
         """Runs in the handshake's thread."""
         if handshake.cancelled() or handshake.exception() is not None:
+            if len(self._unmet) >= _UNMET:
+                self._unmet.clear()
             self._unmet.add(engine_id)
         else:
             self._unmet.discard(engine_id)
@@ -261,7 +267,12 @@ class BidirWorker(ReadingWorker):
             self._lose(request_id, Reason.PEER_GONE)
         elif self._is_too_slow(read):
             self._lose(request_id, Reason.SLOW_LINK)
+        elif self._probes.links.is_off(engine_id):
+            # Still the process whose link was slow.
+            self._look_again(engine_id)
+            self._lose(request_id, Reason.SLOW_LINK)
         else:
+            self._unmet.discard(engine_id)
             if self._probes.links.rate(engine_id) is None:
                 # It was met by a handover, which does not ask how fast it is.
                 self._suspect(engine_id)
@@ -290,9 +301,12 @@ class BidirWorker(ReadingWorker):
         engine_id = order.source.engine_id
         if not links.is_slow(engine_id, self._megabytes(order), order.compute_s):
             return False
-        if links.should_probe(engine_id, time.monotonic()):
-            self._probes.start(engine_id)
+        self._look_again(engine_id)
         return True
+
+    def _look_again(self, engine_id: str) -> None:
+        if self._probes.links.should_probe(engine_id, time.monotonic()):
+            self._probes.start(engine_id)
 
     def _suspect(self, engine_id: str) -> None:
         if self._probes.links.suspect(engine_id, time.monotonic()):
@@ -321,6 +335,7 @@ class BidirWorker(ReadingWorker):
 
     def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
         self._pace.forget(engine_id)
+        self._unmet.discard(engine_id)
         super()._cleanup_remote_engine(engine_id, log_eviction=log_eviction)
 
     ############################################################
