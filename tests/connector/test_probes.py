@@ -74,7 +74,19 @@ def test_who_is_handed_over_to_only_opens_the_way(
     assert p.worker._probes.links.rate("d") is None
 
 
-@pytest.mark.parametrize("lacking", ["a shared agent", "one kind of group", "alike blocks"])
+def test_small_blocks_are_not_read_a_million_times(pair: tuple[Node, Node]) -> None:
+    found = pair[0].worker._null_blocks("d", 1024.0)
+    assert found is not None
+    read, megabytes = found
+    each = pair[0].worker._block_megabytes()
+    assert megabytes == pytest.approx(8192 * each)
+    per_block = 1 if pair[0].worker._rows.of("d", 0) else len(pair[0].layers)
+    assert len(read.local_ids) == 8192 * per_block
+
+
+@pytest.mark.parametrize(
+    "lacking", ["a shared agent", "one kind of group", "a mapping", "alike blocks"]
+)
 def test_where_it_may_not_or_cannot_nothing_is_read(
     pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch, lacking: str
 ) -> None:
@@ -84,6 +96,8 @@ def test_where_it_may_not_or_cannot_nothing_is_read(
         worker.shares_agent = False
     elif lacking == "one kind of group":
         worker._is_hma_required = True
+    elif lacking == "a mapping":
+        del worker.tp_mappings["d"]
     else:
         monkeypatch.setattr(worker, "is_alike", lambda engine_id: False)
     worker._to_be_measured.add("d")

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+# A probe of a small model's blocks has so many at most: they are posted one by one.
+_MOST_NULL_BLOCKS = 8192
+
 Pairs = tuple[Sequence["NDArray[np.int32]"], Sequence["NDArray[np.int32]"]]
 
 
@@ -94,7 +97,8 @@ class ReadingWorker(MeetingWorker):
         """
         if not self.shares_agent or self._is_hma_required or self._has_mamba:
             return None
-        if not self.is_alike(engine_id):
+        # One that was met for notifications only has no mapping.
+        if engine_id not in self.tp_mappings or not self.is_alike(engine_id):
             return None
         assert self.transfer_topo is not None  # set with the caches, before any handshake
         remote = self.transfer_topo.get_engine_info(engine_id)
@@ -102,7 +106,7 @@ class ReadingWorker(MeetingWorker):
         if (remote.remote_tp_size, remote.remote_dcp_size) != (self.world_size, 1):
             return None
         each = self._block_megabytes()
-        count = max(1, round(megabytes / each))
+        count = min(max(1, round(megabytes / each)), _MOST_NULL_BLOCKS)
         null = [np.zeros(count, dtype=np.int32)]
         read = self._descriptors(
             engine_id,
