@@ -65,7 +65,7 @@ def shared(table: list[KVCacheBlock]) -> None:
 
 
 def null(table: list[KVCacheBlock]) -> None:
-    table[1].is_null = True
+    table[1].is_null, table[1].ref_cnt = True, 0
 
 
 @pytest.mark.parametrize("change", [hashed, shared, null])

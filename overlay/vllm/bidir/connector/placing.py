@@ -29,7 +29,8 @@ def place(table: list[KVCacheBlock], first: int, theirs: Any) -> None:
     if not isinstance(theirs, (list, tuple)) or len(theirs) < 2 or first + len(theirs) > len(table):
         return
     new = table[first : first + len(theirs)]
-    if any(one.ref_cnt != 1 or one.block_hash is not None or one.is_null for one in new):
+    # The null block is nobody's: it has no reference.
+    if any(one.ref_cnt != 1 for one in new) or any(one.block_hash is not None for one in new):
         return
     try:
         said = np.asarray(theirs)
@@ -37,13 +38,10 @@ def place(table: list[KVCacheBlock], first: int, theirs: Any) -> None:
         return  # lists in lists
     if said.ndim != 1 or said.dtype.kind != "i":
         return
-    ours = np.fromiter((one.block_id for one in new), dtype=np.int64, count=len(new))
     # The k-th of theirs by id is to be read into the k-th of ours by id.
-    placed = list(new)
-    at = np.argsort(said, kind="stable").tolist()
-    for position, rising in zip(at, np.argsort(ours).tolist(), strict=True):
-        placed[position] = new[rising]
-    table[first : first + len(theirs)] = placed
+    placed = np.empty(len(new), dtype=np.int64)
+    placed[np.argsort(said, kind="stable")] = np.argsort([one.block_id for one in new])
+    table[first : first + len(theirs)] = [new[at] for at in placed.tolist()]
 
 
 def last_blocks(table: list[KVCacheBlock], theirs: Any) -> tuple[int, Any]:

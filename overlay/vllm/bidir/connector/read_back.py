@@ -15,6 +15,7 @@ class ReadBack:
     One local block for each position: `first_block + k` of D's list goes to the k-th. Counts are
     in tokens: `prompt` of the request, `local` that P had itself, `total` when the read is done.
     `compute_s`: seconds that computing what is read would take, None if that is not known.
+    `placing_s`: seconds that it took to choose positions for the blocks.
     """
 
     source: Source
@@ -26,6 +27,7 @@ class ReadBack:
     verified: int
     total: int
     compute_s: float | None = None
+    placing_s: float = 0.0
 
     @property
     def remote_positions(self) -> slice:

@@ -86,6 +86,8 @@ class BidirScheduler(NixlPullConnectorScheduler):
         self._outcomes: dict[str, Outcome] = {}
         self._handovers: dict[str, tuple[bytes, ...]] = {}
         self._speed = PrefillSpeed()
+        # Of the request that is asked about next: the scheduler goes through them one by one.
+        self._placing_s = 0.0
         self._agents: list[bytes] = []
         # Turns that were ended here, whose workers have not let go yet.
         self._ended: set[str] = set()
@@ -170,6 +172,7 @@ class BidirScheduler(NixlPullConnectorScheduler):
 
         By what the params say of the peer's. What is read in the end is the peer's own word.
         """
+        began = time.perf_counter()
         params = request.kv_transfer_params or {}
         theirs = params.get("remote_block_ids")
         if params.get("do_remote_decode") and request.request_id not in self._attempted:
@@ -178,6 +181,7 @@ class BidirScheduler(NixlPullConnectorScheduler):
             end = -(-total // self.block_size)
             if blocks is not None and 0 <= first < end:
                 place(table, first, blocks[first:end])
+            self._placing_s = time.perf_counter() - began
         elif params.get("do_remote_prefill"):
             place(table, *last_blocks(table, theirs))
 
@@ -225,6 +229,7 @@ class BidirScheduler(NixlPullConnectorScheduler):
             verified=matched.tokens,
             total=total,
             compute_s=self._speed.seconds(num_external_tokens),
+            placing_s=self._placing_s,
         )
         self._read_backs[request.request_id] = self._orders[request.request_id] = order
 
@@ -290,7 +295,7 @@ class BidirScheduler(NixlPullConnectorScheduler):
             outcome.hold_s * 1000,
             outcome.transfer_s * 1000,
             outcome.confirm_s * 1000,
-            outcome.engine_s * 1000,
+            (outcome.engine_s + order.placing_s) * 1000,
             f"recompute reason={outcome.lost}" if outcome.lost else "read",
         )
 
