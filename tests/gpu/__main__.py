@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 import time
@@ -29,11 +28,11 @@ from tests.gpu.histories import ROWS, random_conversations, row_conversations
 from tests.gpu.measure import Measured, Servers, measure, meet
 from tests.gpu.shapes import SHAPES, Shape, write_model
 from tests.gpu.verdict import Verdict, as_json, judge, table
+from tools.bench.gpu.engines import telling
 from tools.cluster import Cluster, ClusterOptions, ProcessFailedError, RoleOptions, cluster
 
 PLUGIN = Path(__file__).parent / "plugin"
 _TTL_S = 60
-_TELLING = re.compile(r"Using .* backend|zero-copy .*cuda_ipc|software emulation")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{options.model}: engines ready after {about['ready_s']} s", flush=True)
             _run(options, servers, cases, errors, begin)
             about["decisions"] = decisions(servers.prefill)
-            about["log"] = [line for one in clusters for line in telling(one)]
+            about["log"] = [line for one in clusters for line in telling(one.engines)]
             about["seconds"] = round(time.monotonic() - begin, 1)
     except ProcessFailedError as error:
         print(error, flush=True)
@@ -169,17 +168,6 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
         env |= {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on", "UCX_PROTO_INFO": "y"}
         env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     return env
-
-
-def telling(engines: Cluster) -> list[str]:
-    """What the engines' logs say about attention and transport, each line once."""
-    found: dict[str, None] = {}
-    for engine in engines.engines:
-        text = engine.log_path.read_text(encoding="utf-8", errors="replace")
-        for line in text.splitlines():
-            if _TELLING.search(line):
-                found[f"{engine.name}: {line.split('] ')[-1].strip()[:160]}"] = None
-    return list(found)
 
 
 def _machine(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:

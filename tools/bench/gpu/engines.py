@@ -6,12 +6,13 @@ import json
 import os
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.bench.descriptors import ZERO_COPY
 from tools.bench.gpu.client import SERVED_NAME
 from tools.bench.gpu.counters import PrefillLog, kv_capacity
 from tools.bench.gpu.plan import GIB, Kept, SetName
@@ -22,7 +23,6 @@ from tools.cluster.options import Device
 
 # Folder of a vLLM plugin that draws weights by a parameter's name: see there.
 PLUGIN = Path(__file__).resolve().parents[3] / "tests" / "gpu" / "plugin"
-ZERO_COPY = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
 _GRAPHS = {
     "mode": 0,
     "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -84,10 +84,10 @@ def running(settings: Settings, logs: Path, say: Say) -> Iterator[dict[SetName, 
         yield {name: _pair(settings, name, engines) for name, engines in found.items()}
 
 
-def telling(nodes: PairOfNodes) -> list[str]:
+def telling(engines: Iterable[Engine]) -> list[str]:
     """What the engines' logs say about attention and transport, each line once."""
     found: dict[str, None] = {}
-    for engine in (nodes.prefill, nodes.decode):
+    for engine in engines:
         for line in engine.log_path.read_text(encoding="utf-8", errors="replace").splitlines():
             if _TELLING.search(line):
                 found[f"{engine.name}: {line.split('] ')[-1].strip()[:160]}"] = None

@@ -174,7 +174,7 @@ def _after(run: Run, nodes: Nodes) -> None:
             "kv_tokens": capacity,
             "block_size": block,
             "waited_for_expiry_s": round(pair.kept.waited_s, 1),
-            "log": telling(pair),
+            "log": telling((pair.prefill, pair.decode)),
             "prefill_command": published(pair.prefill.process.command),
             "decode_command": published(pair.decode.process.command),
         }

@@ -88,12 +88,9 @@ class Links:
             link = self._links.setdefault(engine_id, _Link())
             link.probing, link.probed = False, now
             link.unfinished = 0 if finished else link.unfinished + 1
-            if link.unfinished == 1:
-                if link.needed is not None:
-                    _back_off(link)
-                return
-            link.rate = megabytes_per_s
-            self._judge(engine_id, link)
+            if link.unfinished != 1:
+                link.rate = megabytes_per_s
+                self._judge(engine_id, link)
             if link.needed is not None:
                 _back_off(link)
 

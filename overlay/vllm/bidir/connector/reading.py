@@ -293,10 +293,8 @@ class ReadingWorker(MeetingWorker):
 
     def _pop_done_transfers(self, transfers: dict[str, list[int]]) -> set[str]:
         # An empty list says "all done", to the base; here another READ may be on its way.
-        waiting = {name: transfers.pop(name) for name in list(transfers) if self._waits_for(name)}
+        posted = [name for name in transfers if self._poster.waits_for(name)]
+        waiting = {name: transfers.pop(name) for name in posted}
         done: set[str] = super()._pop_done_transfers(transfers)
         transfers.update(waiting)
         return done
-
-    def _waits_for(self, request_id: str) -> bool:
-        return self._poster.waits_for(request_id)
