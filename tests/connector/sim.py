@@ -89,6 +89,7 @@ def vllm_config(model: Path, engine_id: str, **options: Any) -> VllmConfig:
                 "bidirectional_kv_xfer": True,
                 "kv_recompute_threshold": options.get("threshold", 0),
                 **({"kv_peers": options["kv_peers"]} if "kv_peers" in options else {}),
+                **options.get("extra", {}),
             },
         ),
         device_config=DeviceConfig("cpu"),

@@ -73,3 +73,32 @@ def test_peers_that_were_long_not_heard_of_make_room(
         if sample.name == "vllm:bidir_peer_gigabytes_per_second"
     }
     assert shown == {"first", "third"}
+
+
+LEASES = {
+    "mode": "lease", "leases": 3, "blocks": 30, "holds": 1, "budget_blocks": 40,
+    "total_blocks": 81, "oldest_s": 12.5, "renewals": 7, "refused": 2, "reclaimed": 4,
+    "expired": 5, "released": 6,
+}  # fmt: skip
+
+
+def test_what_leases_keep_is_shown_after_a_step_and_after_a_call(
+    registry: CollectorRegistry, metrics: BidirPromMetrics
+) -> None:
+    """An engine that only keeps turns has no steps; what a heartbeat is answered tells it all."""
+    scheduler, worker = BidirStats(), BidirStats()
+    scheduler.record_leases({**LEASES, "leases": 9})
+    scheduler.record_leases(LEASES)
+    metrics.observe(worker.aggregate(scheduler).data)
+    shown = {
+        "leases": 3, "lease_blocks": 30, "lease_holds": 1, "lease_budget_used": 0.75,
+        "lease_oldest_seconds": 12.5, "lease_renewals": 7, "lease_refusals": 2,
+        "lease_reclaimed": 4, "lease_expired": 5, "lease_released": 6,
+    }  # fmt: skip
+    for name, number in shown.items():
+        assert value(registry, f"vllm:bidir_{name}") == number, name
+    module.show_leases(0, {**LEASES, "leases": 2, "oldest_s": None, "budget_blocks": 0})
+    assert value(registry, "vllm:bidir_leases") == 2
+    assert value(registry, "vllm:bidir_lease_oldest_seconds") == 0
+    assert value(registry, "vllm:bidir_lease_budget_used") == 0
+    module.show_leases(5, LEASES)  # an engine that the metrics do not know

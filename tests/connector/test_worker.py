@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from concurrent.futures import Future
 from dataclasses import replace
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,6 +124,7 @@ class Bare(BidirWorker):
             get_engine_info=lambda engine: info, block_size_ratio=lambda size: 1
         )
         self.may_confirm = threading.Event()
+        self.confirmed: SimpleQueue[tuple[str, int]] = SimpleQueue()
         self.handshakes: list[Future[Any]] = []
         self.cleaned: list[str] = []
 
@@ -209,7 +211,8 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> Bare:
     monkeypatch.setattr(questions.peer, "hold", lambda *args: peer.Asked(hold=answer()))
     made = Bare()
 
-    def confirm(*args: Any) -> peer.Asked:
+    def confirm(host: str, port: int, lease_id: str, epoch: int, *args: Any) -> peer.Asked:
+        made.confirmed.put((lease_id, epoch))
         made.may_confirm.wait(5)
         return peer.Asked(stood=True)
 
@@ -285,6 +288,27 @@ def test_an_answer_that_does_not_fit_the_order_is_not_read(
     assert bare.nixl_wrapper.posted == []
     assert bare.lost() == ({7, 8, 9}, {"r"})
     assert bare._reads["r"].lost is reason
+    assert bare.confirmed.get(timeout=5) == (SOURCE.lease_id, 5), "D need not wait for a reader"
+
+
+def test_a_read_that_is_given_up_lets_go_of_its_hold_once(bare: Bare) -> None:
+    hold(bare)
+    bare._reads["r"].deadline = 0.0
+    bare._advance()
+    assert bare._reads["r"].lost is Reason.TIMEOUT
+    assert bare.confirmed.get(timeout=5) == (SOURCE.lease_id, 5)
+    bare.may_confirm.set()
+    time.sleep(0.05)
+    assert bare.confirmed.empty() and bare._questions.confirms.empty(), "nobody waits for it"
+
+
+def test_a_confirm_that_fails_is_not_said_twice(bare: Bare) -> None:
+    hold(bare)
+    bare._pop_done_transfers(bare._recving_transfers)
+    confirm(bare, peer.Asked(reason=Reason.HOLD_LOST))
+    bare._pop_done_transfers(bare._recving_transfers)
+    time.sleep(0.05)
+    assert bare.confirmed.get(timeout=5) and bare.confirmed.empty()
 
 
 def test_an_engine_that_was_met_elsewhere_is_met_where_it_answers(bare: Bare) -> None:

@@ -26,6 +26,7 @@ class Reason(str, Enum):
     PEER_GONE = "peer_gone"
     MEETING = "meeting"
     SLOW_LINK = "slow_link"
+    BUDGET = "budget"
     BYPASS_N = "bypass_n"
     BYPASS_LIST = "bypass_list"
     BYPASS_LOGPROBS = "bypass_logprobs"

@@ -45,6 +45,8 @@ def test_the_timeout_is_seconds(value: float) -> None:
         ("nixl_progress_delay", -1),
         ("nixl_progress_delay", 0.5),
         ("kv_peers", "10.0.0.1"),
+        ("decoder_kv_lease_duration", 0),
+        ("decoder_kv_lease_duration", "15"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_name(name: str, value: Any) -> None:
@@ -72,3 +74,27 @@ def test_options_that_contradict_each_other_say_which() -> None:
         read_options(config(connector="NixlPushConnector"))
     with pytest.raises(ValueError, match="kv_role"):
         read_options(config(role=None))
+
+
+def test_leases_are_off_unless_asked_for() -> None:
+    assert read_options(config()).lease_s is None
+    found = read_options(config(decoder_kv_lease_duration=15))
+    assert (found.lease_s, found.lease_budget, found.hold_s, found.ttl_s) == (15, 0.5, 30, 480)
+
+
+@pytest.mark.parametrize("value", [0, 1.1, "half", True, float("nan")])
+def test_the_lease_budget_is_a_share(value: Any) -> None:
+    extra = {"decoder_kv_lease_duration": 15, "decoder_kv_lease_budget": value}
+    with pytest.raises(ValueError, match="decoder_kv_lease_budget must be a share"):
+        read_options(config(**extra))
+
+
+@pytest.mark.parametrize("name", ["decoder_kv_lease_budget", "decoder_kv_hold_duration"])
+def test_an_option_of_leases_needs_leases(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} needs decoder_kv_lease_duration"):
+        read_options(config(**{name: 0.5}))
+
+
+def test_a_lease_is_no_longer_than_a_turn_may_be_kept() -> None:
+    with pytest.raises(ValueError, match="must not exceed decoder_kv_blocks_ttl"):
+        read_options(config(decoder_kv_lease_duration=15, decoder_kv_blocks_ttl=10))

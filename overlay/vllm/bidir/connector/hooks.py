@@ -7,7 +7,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from vllm.bidir.connector.options import is_on, read_options
+from vllm.bidir.connector.lease_calls import call_leases, no_leases
+from vllm.bidir.connector.options import LEASE, is_on, read_options
 from vllm.bidir.connector.peers import OPTION, check_host, check_shape
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.core.sched.interface import PauseState
@@ -25,6 +26,11 @@ def select_connector(connector_cls: Any, kv_transfer_config: KVTransferConfig) -
     if kv_transfer_config.kv_connector == "NixlPushConnector" and is_on(kv_transfer_config):
         read_options(kv_transfer_config)  # says why not
     if kv_transfer_config.kv_connector not in ("NixlConnector", "NixlPullConnector"):
+        if any(LEASE in extra for extra in nixl_configs(kv_transfer_config)):
+            raise ValueError(
+                f"{LEASE} needs NixlConnector to be the only KV connector: beside others blocks "
+                "are freed when all have let go, and no lease could end. Leave it out here."
+            )
         return connector_cls
     if not is_on(kv_transfer_config):
         return connector_cls
@@ -65,11 +71,47 @@ def end_kept_turns(scheduler: Any) -> None:
     ours = our_scheduler(scheduler.connector)
     if ours is None:
         return
-    alone: bool = getattr(scheduler.connector, "connector_scheduler", None) is ours
-    if not alone:
+    if not _is_alone(scheduler.connector, ours):
         ours.kept.end_all()
         return
-    for request_id in ours.end_kept_turns():
+    _free(scheduler, ours.end_kept_turns())
+
+
+def free_ended_leases(scheduler: Any) -> None:
+    """At the start of a step: blocks of leases that are over go back to the pool."""
+    ours = our_scheduler(scheduler.connector)
+    if ours is not None:
+        _free(scheduler, ours.leases_over())
+
+
+def reclaim_leases(scheduler: Any, tokens: int) -> bool:
+    """Whether leases have made room for `tokens` that a request needs blocks for.
+
+    Asked when there are too few: before anything is preempted, and before a request has to wait.
+    """
+    ours = our_scheduler(scheduler.connector)
+    if ours is None or not ours.kept.leased:
+        return False
+    manager = scheduler.kv_cache_manager
+    needed = -(-tokens // ours.block_size)
+    ended = ours.reclaim(max(1, needed - manager.block_pool.get_num_free_blocks()))
+    _free(scheduler, ended)
+    return bool(ended)
+
+
+def kv_leases(scheduler: Any, word: str, lease_ids: list[str]) -> dict[str, Any]:
+    """A call about leases that the server passes on; see lease_calls.py."""
+    ours = our_scheduler(scheduler.connector)
+    if ours is None:
+        return no_leases(word, lease_ids)
+    answer, ended = call_leases(ours, word, lease_ids)
+    if _is_alone(scheduler.connector, ours):
+        _free(scheduler, ours.ended(ended))
+    return {**answer, "totals": ours.totals()}
+
+
+def _free(scheduler: Any, request_ids: list[str]) -> None:
+    for request_id in request_ids:
         scheduler._free_blocks(scheduler.requests[request_id])
 
 
@@ -102,6 +144,11 @@ def our_scheduler(connector: Any) -> BidirScheduler | None:
         if isinstance(scheduler, ours.BidirScheduler):
             return scheduler
     return None
+
+
+def _is_alone(connector: Any, ours: BidirScheduler) -> bool:
+    """Whether no other connector has a say in when blocks go."""
+    return getattr(connector, "connector_scheduler", None) is ours
 
 
 def recomputes_elsewhere(connector: Any, request: Request) -> bool:
@@ -147,8 +194,7 @@ def stop_resting(scheduler: Any) -> None:
 def _rest(scheduler: Any) -> Rest | None:
     connector = getattr(scheduler, "connector", None)
     ours = our_scheduler(connector)
-    alone: bool = getattr(connector, "connector_scheduler", None) is ours
-    return ours.rest if ours is not None and alone else None
+    return ours.rest if ours is not None and _is_alone(connector, ours) else None
 
 
 def check_kv_peers(vllm_config: VllmConfig, params: SamplingParams) -> None:

@@ -20,6 +20,12 @@ SWITCH = "bidirectional_kv_xfer"
 TIMEOUT = "read_back_timeout"
 DEFAULT_TIMEOUT_S = 2.0
 PROGRESS_DELAY = "nixl_progress_delay"
+TTL = "decoder_kv_blocks_ttl"
+LEASE = "decoder_kv_lease_duration"
+LEASE_BUDGET = "decoder_kv_lease_budget"
+DEFAULT_LEASE_BUDGET = 0.5
+HOLD = "decoder_kv_hold_duration"
+DEFAULT_HOLD_S = 30.0
 _LONGEST_S = 7 * 24 * 3600.0
 
 
@@ -27,10 +33,17 @@ _LONGEST_S = 7 * 24 * 3600.0
 class Options:
     """`timeout_s`: seconds for HOLD and handshake together, and for CONFIRM; also the shortest
     bound of a READ. `progress_delay_us`: microseconds that NIXL's progress thread waits between
-    two looks at its links; 0: it never waits, as NIXL has it; None: as the platform does best."""
+    two looks at its links; 0: it never waits, as NIXL has it; None: as the platform does best.
+    `lease_s`: seconds that D keeps a finished turn without renewal; None: as long as `ttl_s`, which
+    is the longest in any case. `lease_budget`: share of D's blocks that leases keep at most.
+    `hold_s`: seconds that one reader may pin a leased turn."""
 
-    timeout_s: float
-    progress_delay_us: int | None
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    progress_delay_us: int | None = None
+    lease_s: float | None = None
+    lease_budget: float = DEFAULT_LEASE_BUDGET
+    hold_s: float = DEFAULT_HOLD_S
+    ttl_s: float = 480.0
 
 
 def is_on(config: KVTransferConfig) -> bool:
@@ -54,13 +67,32 @@ def read_options(config: KVTransferConfig) -> Options:
         )
     check_peers(config.get_from_extra_config(PEERS, None))
     _number(config, "kv_recompute_threshold", 64, least=0, unit="tokens")
-    _number(config, "decoder_kv_blocks_ttl", 480, least=0, above=True)
     _number(config, "kv_lease_duration", 30, least=0, above=True)
     delay = config.get_from_extra_config(PROGRESS_DELAY, None)
     return Options(
         _number(config, TIMEOUT, DEFAULT_TIMEOUT_S, least=0, above=True),
         None if delay is None else int(_number(config, PROGRESS_DELAY, 0, least=0, unit="µs")),
+        *_leases(config),
     )
+
+
+def _leases(config: KVTransferConfig) -> tuple[float | None, float, float, float]:
+    """Lease, budget, hold and longest time of a kept turn."""
+    ttl_s = _number(config, TTL, 480, least=0, above=True)
+    budget = _share(config, LEASE_BUDGET, DEFAULT_LEASE_BUDGET)
+    hold_s = _number(config, HOLD, DEFAULT_HOLD_S, least=0, above=True)
+    if config.get_from_extra_config(LEASE, None) is None:
+        for name in (LEASE_BUDGET, HOLD):
+            if config.get_from_extra_config(name, None) is not None:
+                raise ValueError(f"{name} needs {LEASE}: without it there are no leases")
+        return None, budget, hold_s, ttl_s
+    lease_s = _number(config, LEASE, 0, least=0, above=True)
+    if lease_s > ttl_s:
+        raise ValueError(
+            f"{LEASE} ({lease_s:g} s) must not exceed {TTL} ({ttl_s:g} s), the longest that a turn "
+            "is kept however often it is renewed"
+        )
+    return lease_s, budget, hold_s, ttl_s
 
 
 def _number(
@@ -84,4 +116,11 @@ def _number(
         noun = f"a whole number of {unit}" if whole else unit
         relation = "above" if above else "of at least"
         raise ValueError(f"{name} must be {noun} {relation} {least:g}, not {value!r}")
+    return float(value)
+
+
+def _share(config: KVTransferConfig, name: str, default: float) -> float:
+    value: Any = config.get_from_extra_config(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ValueError(f"{name} must be a share above 0 and at most 1, not {value!r}")
     return float(value)

@@ -57,6 +57,12 @@ class Questions:
             lambda: peer.confirm(source.host, source.port, source.lease_id, epoch, timeout),
         )
 
+    def let_go(self, source: Source, epoch: int) -> None:
+        """End a hold whose blocks are not read, or no longer; what D answers changes nothing."""
+        self._confirmers.submit(
+            peer.confirm, source.host, source.port, source.lease_id, epoch, self._timeout_s
+        )
+
     def is_silent(self, source: Source) -> bool:
         """Whether the peer has lately not answered."""
         return self._silent_until.get((source.host, source.port), 0.0) > time.monotonic()

@@ -28,22 +28,35 @@ class _Wait:
 class Rest:
     """The finished requests that need no step but a now and then. Times are seconds of `clock`."""
 
-    def __init__(self, watched: Sized, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Steps are also due while `watched` is not empty."""
+    def __init__(
+        self,
+        watched: Sized,
+        clock: Callable[[], float] = time.perf_counter,
+        leases_left: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        """Steps are also due while `watched` is not empty, and when a lease is over: `leases_left`
+        are the seconds until then."""
         self._watched = watched
         self._clock = clock
+        self._leases_left = leases_left
         self._waits: dict[str, _Wait] = {}
+        self._leased: set[str] = set()
         self._last_step = 0.0
         self._stopped = False
 
     def __len__(self) -> int:
-        return 0 if self._stopped else len(self._waits)
+        return 0 if self._stopped else len(self._waits) + len(self._leased)
 
     def begin(self, request_id: str, due: float, interval_s: float) -> None:
         self._waits[request_id] = _Wait(due, interval_s)
 
+    def begin_lease(self, request_id: str) -> None:
+        """Its lease says when its time is over."""
+        self._leased.add(request_id)
+
     def end(self, request_id: str) -> None:
         self._waits.pop(request_id, None)
+        self._leased.discard(request_id)
 
     def stop(self) -> None:
         """From now on what waits for its reader is work, as in the base."""
@@ -63,4 +76,7 @@ class Rest:
         times = [max(one.due, self._last_step + one.interval_s) for one in self._waits.values()]
         if self._watched:
             times.append(self._last_step + WATCH_S)
+        left = self._leases_left()
+        if left is not None:
+            times.append(self._clock() + left)
         return max(0.0, min(times) - self._clock()) if times else None

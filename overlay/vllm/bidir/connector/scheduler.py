@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,8 +20,10 @@ from vllm.bidir.connector.decision import Match, gain, match
 from vllm.bidir.connector.fingerprint import fingerprint
 from vllm.bidir.connector.given_up import WrittenBlocks
 from vllm.bidir.connector.kept import KeptTurn, KeptTurns, new_lease_id
+from vllm.bidir.connector.leases import LeaseOptions, Leases
 from vllm.bidir.connector.listener import start_listener
 from vllm.bidir.connector.messages import SideChannel
+from vllm.bidir.connector.options import read_options
 from vllm.bidir.connector.outcome import Outcome, WorkerReport
 from vllm.bidir.connector.placing import last_blocks, only_group, place
 from vllm.bidir.connector.proof import make_proof
@@ -69,8 +72,9 @@ class BidirScheduler(NixlPullConnectorScheduler):
         self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
-        self.kept = KeptTurns()
+        self.kept = KeptTurns(_leases(vllm_config, kv_cache_config))
         self.stats = BidirStats()
+        self._total_blocks = kv_cache_config.num_blocks
         self._rank = vllm_config.parallel_config.data_parallel_index
         self._fingerprint = ""
         self._weight_version = "default"  # the engine core's own first word
@@ -93,7 +97,7 @@ class BidirScheduler(NixlPullConnectorScheduler):
         self._ended: set[str] = set()
         self._told: dict[str, dict[str, Any] | None] | None = None
         self.written = WrittenBlocks()
-        self.rest = Rest(self.written)
+        self.rest = Rest(self.written, leases_left=self.kept.seconds_left)
         self._obstacle = support.engine_obstacle(vllm_config, kv_cache_config, self.use_host_buffer)
         if self._obstacle is not None:
             logger.warning(
@@ -156,16 +160,41 @@ class BidirScheduler(NixlPullConnectorScheduler):
         self._matches.clear()
 
     def end_kept_turns(self) -> list[str]:
-        """End all turns that are kept, and leave their blocks to the caller: the requests' ids.
+        """End all turns that are kept, and leave their blocks to the caller: the requests' ids."""
+        return self.ended(self.kept.end_all())
 
-        The workers are told, and what they say of these requests afterwards counts no more.
+    def ended(self, request_ids: list[str]) -> list[str]:
+        """Turns that are kept no longer, and whose blocks the caller frees.
+
+        Without leases the workers watch their time: they are told, and what they say of these
+        requests afterwards counts no more.
         """
-        request_ids = self.kept.end_all()
         for request_id in request_ids:
             self.rest.end(request_id)
-            self._reqs_need_send[request_id] = time.perf_counter()
-        self._ended.update(request_ids)
+            if not self.kept.leased:
+                self._reqs_need_send[request_id] = time.perf_counter()
+                self._ended.add(request_id)
+        if request_ids:
+            self.stats.record_leases(self.totals())
         return request_ids
+
+    def leases_over(self) -> list[str]:
+        """Requests whose leases are over, and whose blocks the caller frees."""
+        return self.ended(self.kept.over())
+
+    def reclaim(self, blocks: int) -> list[str]:
+        """The same, of leases that make room for so many blocks that running requests need."""
+        return self.ended(self.kept.reclaim(blocks))
+
+    def totals(self) -> dict[str, Any]:
+        """What is kept and has happened to leases, for metrics and HTTP."""
+        found = asdict(self.kept.totals())
+        return {
+            "mode": "lease" if self.kept.leased else "fixed",
+            "budget_blocks": found.pop("budget"),
+            "total_blocks": self._total_blocks,
+            **found,
+        }
 
     def place(self, request: Request, table: list[KVCacheBlock], num_external_tokens: int) -> None:
         """Order the request's new blocks in its block table, before anybody is told of them.
@@ -323,8 +352,10 @@ class BidirScheduler(NixlPullConnectorScheduler):
                 # The workers' time starts a moment later, when they hear of it.
                 due = self._reqs_need_send.get(request.request_id, 0.0) + 0.1
                 interval = self.decoder_kv_blocks_ttl / 10
-            if keeps:
+            if keeps and request.request_id in self._reqs_need_send:
                 self.rest.begin(request.request_id, due, interval)
+            elif keeps:
+                self.rest.begin_lease(request.request_id)
         if self._told is not None:
             self._told[request.request_id] = params
         return keeps, params
@@ -372,29 +403,40 @@ class BidirScheduler(NixlPullConnectorScheduler):
             )
         if proof is None:
             # Nobody could ever read these blocks: free them now instead of pinning them.
-            del self._reqs_need_send[request.request_id]
-            self._reqs_not_processed.add(request.request_id)
+            self._workers_keep_no_time(request.request_id)
             return False, None
-        # The workers end only what they have seen in a batch; a turn that D served alone has not
-        # been handed over, and is announced here.
-        self._reqs_in_batch.add(request.request_id)
         lease_id = new_lease_id(self._rank)
         covered = -(-proof.valid_tokens // self.block_size)
-        self.kept.keep(
-            KeptTurn(
-                lease_id,
-                request.request_id,
-                tuple(kept_ids[:covered]),
-                proof.valid_tokens,
-                proof.digest(),
-            )
-        )
-        return True, {
+        params = {
             **params,
             "remote_num_tokens": proof.valid_tokens,
             "lease_id": lease_id,
             "prefix_proof": proof.to_params(),
         }
+        if self.kept.leased:
+            params["lease_duration"] = self.kept.lease_s
+        turn = KeptTurn(
+            lease_id,
+            request.request_id,
+            tuple(kept_ids[:covered]),
+            proof.valid_tokens,
+            proof.digest(),
+            params,
+        )
+        keeps = self.kept.keep(turn, kept_ids)
+        if self.kept.leased:
+            self._workers_keep_no_time(request.request_id)
+            self.stats.record_leases(self.totals())
+        else:
+            # The workers end only what they have seen in a batch; a turn that D served alone has
+            # not been handed over, and is announced here.
+            self._reqs_in_batch.add(request.request_id)
+        return (True, params) if keeps else (False, {"reason": str(Reason.BUDGET)})
+
+    def _workers_keep_no_time(self, request_id: str) -> None:
+        """When its blocks are freed is decided here alone."""
+        del self._reqs_need_send[request_id]
+        self._reqs_not_processed.add(request_id)
 
     ############################################################
     # What workers report
@@ -467,6 +509,19 @@ class BidirScheduler(NixlPullConnectorScheduler):
         self._nixl_handshake_listener_t = start_listener(
             channel, self.side_channel_host, self.side_channel_port, self._stop_event
         )
+
+
+def _leases(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Leases | None:
+    """The leases that the options ask for; None to keep turns for a fixed time."""
+    assert vllm_config.kv_transfer_config is not None  # else no connector
+    options = read_options(vllm_config.kv_transfer_config)
+    if options.lease_s is None:
+        return None
+    # Block 0 is the null block.
+    budget = int(options.lease_budget * (kv_cache_config.num_blocks - 1))
+    return Leases(
+        LeaseOptions(options.lease_s, options.ttl_s, options.hold_s, budget), time.monotonic
+    )
 
 
 def valid_tokens(request: Request) -> int:

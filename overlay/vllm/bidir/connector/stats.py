@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.bidir.connector.lease_gauges import LeaseGauges
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
@@ -27,6 +28,7 @@ _KEY = "read_backs"
 READ = "read"
 RECOMPUTE = "recompute"
 
+_LEASES = "leases"
 _TRANSFERS = "transfers"
 READ_BACK = "read_back"
 HANDOVER = "handover"
@@ -45,6 +47,8 @@ class BidirStats(NixlKVConnectorStats):
         self.data[_KEY] = []
         # [direction, engine id, descriptors, seconds to post, seconds to its end, bytes]
         self.data[_TRANSFERS] = []
+        # At most one: what is kept after the last change.
+        self.data[_LEASES] = []
 
     def about(self, direction: str, engine_id: str) -> None:
         """The transfers recorded next are of this kind, from this engine."""
@@ -69,15 +73,20 @@ class BidirStats(NixlKVConnectorStats):
         """A read-back was given up; its prompt is computed."""
         self._add(RECOMPUTE, reason, verified, 0, computed)
 
+    def record_leases(self, totals: dict[str, Any]) -> None:
+        """Something has changed about what is kept."""
+        self.data[_LEASES] = [totals]
+
     def _add(self, *row: Any) -> None:
         self.data[_KEY].append(list(row))
 
     def is_empty(self) -> bool:
-        return super().is_empty() and not self.data.get(_KEY)
+        return super().is_empty() and not self.data.get(_KEY) and not self.data.get(_LEASES)
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         self.data.setdefault(_KEY, [])
         self.data.setdefault(_TRANSFERS, [])
+        self.data.setdefault(_LEASES, [])
         return super().aggregate(other)
 
 
@@ -132,6 +141,8 @@ class BidirPromMetrics(NixlPromMetrics):
             labelnames=[*labelnames, "direction", "peer"],
         )
         self._peers: dict[tuple[Any, ...], None] = {}
+        self.leases = LeaseGauges(self._gauge_cls, labelnames, per_engine_labelvalues)
+        _shown.append(self)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         super().observe(transfer_stats_data, engine_idx)
@@ -142,6 +153,8 @@ class BidirPromMetrics(NixlPromMetrics):
                 self._tokens.labels(*labels, kind).inc(count)
         for transfer in transfer_stats_data.get(_TRANSFERS, ()):
             self._observe_transfer(labels, *transfer)
+        for totals in transfer_stats_data.get(_LEASES, ())[-1:]:
+            self.leases.show(engine_idx, totals)
 
     def _observe_transfer(
         self,
@@ -168,3 +181,13 @@ class BidirPromMetrics(NixlPromMetrics):
             if hasattr(self._rate, "remove"):
                 self._rate.remove(*oldest)
         self._rate.labels(*shown).set(size / max(transfer_s, 1e-6) / 1e9)
+
+
+# Those of this process: a server has one set.
+_shown: list[BidirPromMetrics] = []
+
+
+def show_leases(engine_index: int, totals: dict[str, Any]) -> None:
+    """What an engine has answered about its leases, in the metrics of this process."""
+    for metrics in _shown[-1:]:
+        metrics.leases.show(engine_index, totals)

@@ -201,6 +201,7 @@ class BidirWorker(ReadingWorker):
                 )
             self._lose(request_id, reason)
             return
+        read.epoch, read.agents = answer.epoch, tuple(answer.agents)
         blocks = answer.block_ids[order.remote_positions]
         if (
             answer.digest != order.digest
@@ -215,7 +216,6 @@ class BidirWorker(ReadingWorker):
             # Params may lie about the size, and several reads for one request are not ours yet.
             self._lose(request_id, Reason.UNSUPPORTED)
             return
-        read.epoch, read.agents = answer.epoch, tuple(answer.agents)
         meta = self._recving_metadata[request_id]
         assert meta.remote is not None  # as ordered
         meta.remote.block_ids = (blocks,)
@@ -479,8 +479,14 @@ class BidirWorker(ReadingWorker):
     def _lose(self, request_id: str, reason: Reason) -> None:
         """Give a read-back up; its blocks count as not loaded, and P computes them."""
         read = self._reads[request_id]
+        self._let_go(read)
         read.lost, read.state = reason, _State.LOST
         self._handle_failed_transfer(request_id, None)
+
+    def _let_go(self, read: _Read) -> None:
+        """Tell D, whose lease a hold pins, unless that is under way; it would wait for nothing."""
+        if read.epoch and read.state in (_State.ASKING, _State.MEETING, _State.READING):
+            self._questions.let_go(read.order.source, read.epoch)
 
     def _overdue(self, request_id: str, read: _Read) -> None:
         if read.state is not _State.ASKING:
@@ -508,5 +514,6 @@ class BidirWorker(ReadingWorker):
         read = self._reads.get(req_id)
         if read is not None and read.state is not _State.LOST:
             # The base found it: a transfer that failed.
+            self._let_go(read)
             read.lost, read.state = Reason.TRANSFER_FAILED, _State.LOST
         super()._handle_failed_transfer(req_id, handle)
