@@ -13,7 +13,9 @@ from tools.bench.gpu.rows import Row
 from tools.bench.model import SHAPES
 
 
-def write(folder: Path, sets: tuple[str, ...], slow: bool = False) -> None:
+def write(
+    folder: Path, sets: tuple[str, ...], slow: bool = False, hold: tuple[int, ...] = ()
+) -> None:
     folder.mkdir(parents=True)
     rows = []
     for repeat, name, length in (
@@ -50,6 +52,7 @@ def write(folder: Path, sets: tuple[str, ...], slow: bool = False) -> None:
         "gpus": ["0"],
         "decode_graphs": False,
         "slow_transport": slow,
+        "plan": {"hold": hold},
         "engine_args": [],
     }
     ceilings = {"copy_gb_per_s": 4000.0, "bfloat16_tflop_per_s": 700.0, "fp8_tflop_per_s": None}
@@ -67,9 +70,11 @@ def test_runs_of_one_setting_share_a_section_with_its_charts(tmp_path: Path) -> 
     write(tmp_path / "ours", ("ours",))
     write(tmp_path / "stock", ("stock",))
     write(tmp_path / "slow", ("ours",), slow=True)
-    page = report([tmp_path / name for name in ("ours", "stock", "slow")], tmp_path / "to")
+    write(tmp_path / "hold", ("ours",), hold=(0, 10))
+    page = report([tmp_path / name for name in ("ours", "stock", "slow", "hold")], tmp_path / "to")
     text = page.read_text(encoding="utf-8")
-    assert text.count("\n## ") == 2
+    assert text.count("\n## ") == 3
+    assert "## qwen3-8b, P and D on one GPU, conversations held" in text
     assert "Sets of different runs did not take turns." in text
     assert "| TTFT, of recompute" in text
     assert "at most 5% above recompute" in text

@@ -94,6 +94,8 @@ def measure(conversation: Conversation, servers: Servers, rng: random.Random) ->
         "other_engine": complete(decode, prompt, salt=_salt()),
         "two_pieces": _in_two_pieces(prefill, prompt, max(found.expected, block)),
         "own_turns": _two_turns_alone(decode, first, conversation.generate, prompt),
+        # As D computes after a handover, with nearly all loaded.
+        "last_block": _in_two_pieces(decode, prompt, max(1, len(prompt) - 1)),
     }
     found.noise = {name: difference(a.first, plain.first) for name, a in without_transfer.items()}
     if read:

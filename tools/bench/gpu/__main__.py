@@ -170,7 +170,9 @@ def _parser() -> argparse.ArgumentParser:
         "--fragment", type=int, default=30, help="conversations that fragment the caches first"
     )
     run.add_argument(
-        "--slow-transport", action="store_true", help="reads within one GPU go over TCP"
+        "--slow-transport",
+        action="store_true",
+        help="UCX has TCP only (UCX_TLS), so that reads are slow on any host",
     )
     run.add_argument("--ttl", type=float, help="seconds that D keeps a turn (default 30 or 60)")
     run.add_argument("--seed", type=int, default=0)

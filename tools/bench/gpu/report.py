@@ -77,6 +77,8 @@ def _add(sections: dict[str, Section], made: dict[str, Any]) -> None:
     words = [about["model"], gpus if about["device"] == "cuda" else "on a CPU"]
     words += ["D with graphs"] if about["decode_graphs"] else []
     words += ["slow transport"] if about["slow_transport"] else []
+    # Before its other requests D has then kept turns of other lengths, for longer.
+    words += ["conversations held"] if any(about.get("plan", {}).get("hold", ())) else []
     words += [" ".join(about["engine_args"])] if about["engine_args"] else []
     title = ", ".join(words)
     section = sections.setdefault(title, Section(title, about, made["ceilings"]))

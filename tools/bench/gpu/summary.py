@@ -152,29 +152,17 @@ def required(rows: Sequence[Row], length: int = REQUIRED_AT) -> list[Required]:
 
 
 def largest_excess(rows: Sequence[Row]) -> list[Required]:
-    """Of each set: how much slower a turn was that was offered a read-back, at most.
+    """Of each set: how much slower turns were that were offered a read-back, at most.
 
-    Against the median recompute of its length and set. No request is left out, also not those that
-    warm up; the first contact is said by itself.
+    Two requirements, since one prompt that is computed may take more than EXCESS longer than the
+    next: medians of a length, at the worst length; and single turns, which a median would hide,
+    by as much as the slowest recompute is above its own median. Turns that warm up count among the
+    single ones, against the recompute that warms up.
     """
     found = []
     for name in dict.fromkeys(row.set_name for row in rows):
         own = [row for row in rows if row.set_name == name and not row.error]
-        offered = [
-            (row.ttft_ms / base - 1, base, row)
-            for row in own
-            if row.kind == "read_back"
-            and (base := _median([r for r in own if r.length == row.length], _recomputed))
-        ]
-        if not offered:
-            continue
-        worst = max(offered, key=lambda one: one[0])
-        contact = [one for one in offered if one[2].first_contact]
-        text = f"{_excess(*worst)}; " + "".join(
-            f"first contact {_excess(*one)}" for one in contact[:1]
-        )
-        what = f"{name}: TTFT offered a read-back, at most {EXCESS:.0%} above recompute"
-        found.append(Required(what, worst[0] <= EXCESS, text))
+        found += [_medians_excess(name, own), _single_excess(name, own)]
     return found
 
 
@@ -235,12 +223,69 @@ def _ratio(what: str, ours: Spread | None, other: Spread | None, most: float) ->
     return Required(text, ratio <= most, shown)
 
 
-def _excess(excess: float, base: float, row: Row) -> str:
-    when = "warming up" if row.repeat < 0 else f"repeat {row.repeat}"
-    return (
-        f"{excess:+.1%} ({row.length} tokens, {when}: {row.ttft_ms:.0f} ms, "
-        f"recompute {base:.0f} ms)"
-    )
+@dataclass(frozen=True)
+class _Excess:
+    """Of a TTFT over recompute's, both in ms, and whose it is."""
+
+    whose: str
+    ttft: float
+    base: float
+
+    @property
+    def share(self) -> float:
+        return self.ttft / self.base - 1
+
+    def __str__(self) -> str:
+        return f"{self.share:+.1%} ({self.whose}: {self.ttft:.0f} ms, recompute {self.base:.0f} ms)"
+
+
+def _medians_excess(name: str, rows: Sequence[Row]) -> Required:
+    bases = _medians(rows, "recompute")
+    found = [
+        _Excess(f"{length} tokens", median, bases[length, False])
+        for (length, warm), median in _medians(rows, "read_back").items()
+        if not warm and (length, False) in bases
+    ]
+    what = f"{name}: median TTFT offered a read-back, at most {EXCESS:.0%} above recompute"
+    if not found:
+        return Required(what, None, "no length has both")
+    worst = _largest(found)
+    return Required(what, worst.share <= EXCESS, f"{worst}, the worst of {len(found)} lengths")
+
+
+def _single_excess(name: str, rows: Sequence[Row]) -> Required:
+    what = f"{name}: largest excess of a single one, at most {EXCESS:.0%} above recompute's own"
+    bases = _medians(rows, "recompute")
+    found = [
+        (row, _Excess(f"{row.length} tokens, {_when(row)}", row.ttft_ms, base))
+        for row in rows
+        if (base := bases.get((row.length, row.repeat < 0)))
+    ]
+    offered = [one for row, one in found if row.kind == "read_back"]
+    plain = [one for row, one in found if row.kind == "recompute" and row.counts]
+    if not offered or not plain:
+        return Required(what, None, "no length has both")
+    worst, own = _largest(offered), _largest(plain)
+    text = f"{worst}; recompute's own {own}"
+    text += "".join(f"; first contact {one}" for row, one in found if row.first_contact)
+    return Required(what, worst.share <= own.share + EXCESS, text)
+
+
+def _medians(rows: Sequence[Row], kind: str) -> dict[tuple[int, bool], float]:
+    """Of TTFT, by length and by whether it is of those that warm up."""
+    groups: dict[tuple[int, bool], list[float]] = {}
+    for row in rows:
+        if row.kind == kind:
+            groups.setdefault((row.length, row.repeat < 0), []).append(row.ttft_ms)
+    return {key: statistics.median(values) for key, values in groups.items()}
+
+
+def _largest(found: Iterable[_Excess]) -> _Excess:
+    return max(found, key=lambda one: one.share)
+
+
+def _when(row: Row) -> str:
+    return "warming up" if row.repeat < 0 else f"repeat {row.repeat}"
 
 
 def _shown(one: Spread | None) -> str:
@@ -264,10 +309,6 @@ def _median(rows: Iterable[Row], value: Value) -> float | None:
 
 def _ttft(row: Row) -> float:
     return row.ttft_ms
-
-
-def _recomputed(row: Row) -> float | None:
-    return row.ttft_ms if row.kind == "recompute" and row.counts else None
 
 
 def _place(row: Row) -> tuple[str, str]:

@@ -1,0 +1,78 @@
+"""One conversation over engines that only take notes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.gpu import measure
+from tests.gpu.client import Answer
+from tests.gpu.histories import Conversation
+
+PARAMS = {"lease_id": "d0-1", "prefix_proof": {"block_size": 16}}
+SERVERS = measure.Servers("p", "d")
+
+
+@dataclass(frozen=True)
+class Asked:
+    url: str
+    prompt: list[int]
+    params: Mapping[str, Any] | None
+    salt: str | None
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
+    """Every completion, in order."""
+    found: list[Asked] = []
+
+    def complete(
+        url: str,
+        prompt: Sequence[int],
+        max_tokens: int = 1,
+        params: Mapping[str, Any] | None = None,
+        salt: str | None = None,
+    ) -> Answer:
+        found.append(Asked(url, list(prompt), params, salt))
+        return Answer([7] * max_tokens, {7: -0.1}, None if params is None else PARAMS, 0)
+
+    monkeypatch.setattr(measure, "complete", complete)
+    monkeypatch.setattr(measure, "tokens_read", lambda url: 0)
+    monkeypatch.setattr(measure, "reset_prefix_cache", lambda url: None)
+    return found
+
+
+def turn_of(second: list[int]) -> measure.Measured:
+    conversation = Conversation("append", list(range(1, 41)), 4, lambda h, out, new: second)
+    return measure.measure(conversation, SERVERS, random.Random(1))
+
+
+def test_noise_has_a_pair_for_each_way_in_which_a_transfer_cuts_a_prompt(
+    asked: list[Asked],
+) -> None:
+    found = turn_of(list(range(1, 61)))
+    assert set(found.noise) == {"other_engine", "two_pieces", "own_turns", "last_block"}
+    salts = {one.salt for one in asked if one.salt is not None}
+    pairs = [[one for one in asked if one.salt == salt] for salt in salts]
+    (pair,) = [one for one in pairs if len(one) == 2 and len(one[0].prompt) == 59]
+    assert [(one.url, one.params, len(one.prompt)) for one in pair] == [
+        ("d", None, 59),
+        ("d", None, 60),
+    ]
+
+
+def test_nothing_is_transferred_for_noise(asked: list[Asked]) -> None:
+    """Nor is any of it served from what a transfer has left in a prefix cache."""
+    turn_of(list(range(1, 61)))
+    assert not [one for one in asked if one.params is not None and one.salt is not None]
+    unsalted = [one for one in asked if one.salt is None]
+    assert len([one for one in unsalted if one.params is None]) == 2, "the two later checks"
+
+
+def test_a_prompt_of_one_token_is_not_cut_to_none(asked: list[Asked]) -> None:
+    turn_of([5])
+    assert all(one.prompt for one in asked)
