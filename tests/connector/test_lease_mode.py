@@ -11,9 +11,12 @@ from vllm.bidir.connector.hooks import idle_seconds, kv_leases, select_connector
 from vllm.bidir.connector.messages import ask_confirm, ask_hold, read_confirm, read_hold
 from vllm.config import KVTransferConfig
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine.core import EngineShutdownState
 
+from tests.connector.histories import D_TURN
 from tests.connector.memory import BLOCK
-from tests.connector.sim import Engine
+from tests.connector.sim import STOP, Engine
+from tests.connector.test_pause import Core
 from tests.connector.test_simulated import finished_turn
 
 LEASE_S, MOST_S, HOLD_S = 10.0, 100.0, 30.0
@@ -140,6 +143,37 @@ def test_a_reader_that_never_ends_is_waited_for_so_long(d: Leased) -> None:
     assert d.free_blocks == free and not d.confirm(lease, held.epoch)
 
 
+def test_an_idle_engine_looks_after_a_reader_at_every_tick(d: Leased) -> None:
+    """A reader that is done wakes nobody."""
+    lease = d.turn(0, 10)["lease_id"]
+    d.step()
+    held = d.hold(lease)
+    d.now += LEASE_S
+    d.step()
+    left = idle_seconds(d.scheduler)
+    assert left is not None and 0 < left <= LEASE_S / 10
+    assert not d.scheduler.has_requests(), "looking is not stepping"
+    assert d.confirm(lease, held.epoch)
+    d.now += left
+    assert d.scheduler.has_requests()
+    d.step()
+    assert not d.scheduler.requests
+
+
+def test_a_reader_that_asks_nobody_is_told_not_to_read(d: Leased) -> None:
+    """A stock P takes an expiry to come for a promise, and sends no HOLD."""
+    assert d.turn(0, 10)["remote_blocks_expiry_time"] <= 0.0
+
+
+def test_a_lease_that_only_a_reader_pins_is_shown_to_nobody(d: Leased) -> None:
+    lease = d.turn(0, 10)["lease_id"]
+    d.step()
+    assert d.hold(lease)
+    d.call("release", lease)
+    assert d.call("renew", lease)["lost"] == [lease]
+    assert d.call("read", lease)["params"] is None
+
+
 def test_release_gives_blocks_back_at_once(d: Leased) -> None:
     free = d.free_blocks
     one, other = d.turn(0, 10)["lease_id"], d.turn(5000, 10)["lease_id"]
@@ -198,6 +232,37 @@ def test_a_waiting_request_is_let_in_as_long_as_leases_can_make_room(model: Path
     assert totals["reclaimed"] == 3, "no more than it needs"
 
 
+def test_no_lease_ends_for_a_request_that_would_have_to_wait_all_the_same(model: Path) -> None:
+    d = Leased(model, blocks=101)
+    for number in range(4):
+        d.turn(5000 * number, 10)
+    d.step()
+    d.add(list(range(30000, 30000 + 50 * BLOCK)), None, max_tokens=200)
+    for _ in range(5):
+        d.step()
+    waiting = d.add(list(range(40000, 40000 + 60 * BLOCK)), None, max_tokens=2)
+    d.step()
+    assert waiting.num_computed_tokens == 0
+    assert d.call("totals")["totals"]["leases"] == 4
+
+
+def test_blocks_that_come_back_with_the_step_in_flight_are_waited_for(model: Path) -> None:
+    """Ending such a lease frees nothing yet; the next ones must not be ended for that."""
+    d = Leased(model, blocks=61, budget=1.0, async_scheduling=True)
+    turns = [
+        d.add(list(range(first, first + 10 * BLOCK - 6)), D_TURN, max_tokens=30, answer=[1, STOP])
+        for first in (0, 5000, 10000)
+    ]
+    while not all(turn.is_finished() for turn in turns):
+        d.step()
+    assert d.in_flight, "a step was scheduled before the stop token was known"
+    missing = d.add(list(range(40000, 40000 + (d.free_blocks + 5) * BLOCK)), None, max_tokens=2)
+    for _ in range(3):
+        d.step()
+    assert missing.num_computed_tokens > 0
+    assert d.call("totals")["totals"]["reclaimed"] == 1
+
+
 def test_without_leases_a_full_cache_makes_it_wait(model: Path) -> None:
     """What the two tests above would show without the patch."""
     d = Engine(model, "d", 61)
@@ -223,6 +288,29 @@ def test_what_changes_content_ends_all_leases_first(d: Leased, way: str) -> None
     assert d.free_blocks == free and not d.scheduler.requests
     assert not d.confirm(lease, held.epoch), "its reader computes"
     assert d.call("renew", lease)["lost"] == [lease]
+
+
+def test_a_pause_does_not_wait_for_what_finishes_meanwhile(d: Leased) -> None:
+    """A router that goes on renewing would keep it from ever being complete."""
+    core = Core(d)
+    d.add(list(range(500, 600)), D_TURN, max_tokens=3)
+    d.step()
+    paused = core.pause_scheduler("wait", True)
+    assert paused is not None
+    for _ in range(30):
+        core.turn()
+        d.call("renew", *d.bidir.kept._turns)
+        if paused.done():
+            break
+    assert paused.done() and not d.scheduler.requests
+
+
+def test_a_drain_does_not_wait_for_what_finishes_meanwhile(d: Leased) -> None:
+    core = Core(d)
+    d.add(list(range(500, 600)), D_TURN, max_tokens=3)
+    d.step()
+    core.shutdown_state = EngineShutdownState.REQUESTED
+    assert not all(core.turn() for _ in range(30))
 
 
 def test_a_fixed_time_is_not_renewed_but_may_be_given_back(model: Path) -> None:

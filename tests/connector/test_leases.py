@@ -24,7 +24,9 @@ class Model(RuleBasedStateMachine):
         self.kept: dict[str, Sequence[int]] = {}
         self.must_end: dict[str, float] = {}
         self.last: dict[str, float] = {}
-        self.held: dict[str, list[float]] = {}
+        # By the reader's token.
+        self.held: dict[str, dict[int, float]] = {}
+        self.readers = 0
         self.released: set[str] = set()
         self.lapsing: set[str] = set()
         self.wanted = self.minted = 0
@@ -36,7 +38,7 @@ class Model(RuleBasedStateMachine):
         return {block for blocks in self.kept.values() for block in blocks}
 
     def is_held(self, request: str) -> bool:
-        return any(end > self.now for end in self.held[request.removeprefix("r-")])
+        return any(end > self.now for end in self.held[request.removeprefix("r-")].values())
 
     def freed(self, requests: list[str]) -> None:
         for request in requests:
@@ -63,7 +65,7 @@ class Model(RuleBasedStateMachine):
             self.kept[f"r-{lease}"] = blocks
             self.must_end[lease] = self.now + OPTIONS.duration_s
             self.last[lease] = self.now + OPTIONS.most_s
-            self.held[lease] = []
+            self.held[lease] = {}
             return lease
         self.counts["refused"] += 1
         if len(set(blocks) - self.blocks()) <= OPTIONS.budget:
@@ -99,16 +101,20 @@ class Model(RuleBasedStateMachine):
     @rule(lease=ids)
     def hold(self, lease: str) -> None:
         stands = self.stands(lease)
-        assert self.leases.hold(lease) is stands
+        self.readers += 1
+        assert self.leases.stands(lease) is stands
+        assert self.leases.hold(lease, self.readers) is stands
         if stands:
-            self.held[lease] = [end for end in self.held[lease] if end > self.now]
-            self.held[lease].append(self.now + OPTIONS.hold_s)
+            self.held[lease][self.readers] = self.now + OPTIONS.hold_s
 
-    @rule(lease=ids)
-    def confirm(self, lease: str) -> None:
-        self.leases.done(lease)
-        if f"r-{lease}" in self.kept and self.held[lease]:
-            self.held[lease].pop(0)
+    @rule(lease=ids, which=st.integers(0, 3))
+    def confirm(self, lease: str, which: int) -> None:
+        """A reader ends its own hold, however late, and no other's."""
+        holds = self.held.get(lease, {})
+        token = list(holds)[which] if which < len(holds) else -1
+        self.leases.done(lease, token)
+        if f"r-{lease}" in self.kept:
+            holds.pop(token, None)
 
     @rule(seconds=st.floats(0.0, 40.0))
     def time_goes_by(self, seconds: float) -> None:
@@ -123,29 +129,37 @@ class Model(RuleBasedStateMachine):
             return
         over = min(self.over_at(request) for request in self.kept)
         assert self.now + left <= max(over, self.now) + OPTIONS.tick_s
+        assert left > 0 or over <= self.now, "it would step for nothing"
         self.now += left
         self.tick()
 
     def over_at(self, request: str) -> float:
         lease = request.removeprefix("r-")
         ends = 0.0 if lease in self.released else self.must_end[lease]
-        return max([ends, *self.held[lease]])
+        return max([ends, *self.held[lease].values()])
 
     @rule()
     def tick(self) -> None:
+        """None that is not over, and all that have been for a tick."""
         due = {request for request in self.kept if self.over_at(request) <= self.now}
-        expired = {request for request in due if request.removeprefix("r-") not in self.released}
+        late = {one for one in due if self.over_at(one) + OPTIONS.tick_s <= self.now}
         ended = self.leases.over()
-        assert set(ended) == due and len(ended) == len(due)
+        assert late <= set(ended) <= due and len(ended) == len(set(ended))
         self.freed(ended)
-        self.counts["expired"] += len(expired)
+        self.counts["expired"] += sum(
+            request.removeprefix("r-") not in self.released for request in ended
+        )
 
     @rule(blocks=st.integers(1, 80))
     def pressure(self, blocks: int) -> None:
         before, order = len(self.blocks()), list(self.kept)
+        most = self.leases.reclaimable()
         ended = self.leases.reclaim(blocks)
         self.freed(ended)
-        self.counts["reclaimed"] += len(ended)
+        assert before - len(self.blocks()) >= min(most, blocks)
+        self.counts["reclaimed"] += sum(
+            request.removeprefix("r-") not in self.released for request in ended
+        )
         free = [request for request in order if not self.is_held(request)]
         assert ended == free[: len(ended)], "the oldest first"
         assert before - len(self.blocks()) >= blocks or ended == free, "there was more to give"
@@ -166,12 +180,14 @@ class Model(RuleBasedStateMachine):
             assert getattr(totals, name) == counts[name], name
         released = sum(f"r-{lease}" not in self.kept for lease in self.released)
         gone = counts["granted"] - len(self.kept)
-        # One that was released may have ended by pressure or reset before it was looked at.
-        least = counts["reclaimed"] + counts["expired"] + counts["reset"]
-        assert max(least, released) <= gone <= least + released
+        # One that was released may have been there when all were ended.
+        ended = counts["reclaimed"] + counts["expired"] + released
+        assert ended <= gone <= ended + counts["reset"]
         assert totals.leases == len(self.leases) == len(self.kept)
         assert totals.holds == sum(
-            end > self.now for request in self.kept for end in self.held[request.removeprefix("r-")]
+            end > self.now
+            for request in self.kept
+            for end in self.held[request.removeprefix("r-")].values()
         )
 
 
@@ -200,3 +216,20 @@ def test_a_turn_that_no_budget_could_keep_costs_nobody_a_lease() -> None:
     assert not leases.grant("huge", "huge", range(1000, 1101))
     assert leases.renew(["old"]) == ({"old": 15.0}, [])
     assert leases.totals().renewals == 1
+
+
+def test_a_late_reader_ends_no_other_readers_hold() -> None:
+    """Its own has run out meanwhile."""
+    now = 0.0
+    leases = Leases(OPTIONS, lambda: now)
+    assert leases.grant("one", "one", range(10))
+    assert leases.hold("one", 1)
+    while now < 30.0:
+        now += 10.0
+        leases.renew(["one"])
+    assert leases.hold("one", 2)
+    leases.done("one", 1)
+    now = 50.0
+    assert leases.over() == [], "the second one reads until 60"
+    leases.done("one", 2)
+    assert leases.over() == ["one"]

@@ -291,15 +291,37 @@ def test_an_answer_that_does_not_fit_the_order_is_not_read(
     assert bare.confirmed.get(timeout=5) == (SOURCE.lease_id, 5), "D need not wait for a reader"
 
 
-def test_a_read_that_is_given_up_lets_go_of_its_hold_once(bare: Bare) -> None:
+def test_a_read_that_fails_lets_go_of_its_hold_once(bare: Bare) -> None:
     hold(bare)
-    bare._reads["r"].deadline = 0.0
-    bare._advance()
-    assert bare._reads["r"].lost is Reason.TIMEOUT
+    bare._handle_failed_transfer("r", None)
+    assert bare._reads["r"].lost is Reason.TRANSFER_FAILED
     assert bare.confirmed.get(timeout=5) == (SOURCE.lease_id, 5)
     bare.may_confirm.set()
     time.sleep(0.05)
     assert bare.confirmed.empty() and bare._questions.confirms.empty(), "nobody waits for it"
+
+
+def test_a_hold_that_comes_too_late_is_let_go_of(bare: Bare) -> None:
+    """It would pin the turn until it runs out."""
+    bare._reads["r"].deadline = 0.0
+    late = arrived(bare._questions.holds)
+    bare._advance()
+    assert bare._reads["r"].lost is Reason.TIMEOUT
+    bare._questions.holds.put(("r", late))
+    bare._advance()
+    assert bare.confirmed.get(timeout=5) == (SOURCE.lease_id, 5)
+
+
+def test_letting_go_of_a_silent_peer_delays_nobody(bare: Bare) -> None:
+    bare._questions.not_heard((SOURCE.host, SOURCE.port))
+    for _ in range(20):
+        bare._questions.let_go(SOURCE, 5)
+    time.sleep(0.05)
+    assert bare.confirmed.empty(), "its hold runs out by itself"
+    other = replace(SOURCE, port=SOURCE.port + 1)
+    bare.may_confirm.set()
+    bare._questions.confirm("r", other, 7)
+    assert bare.confirmed.get(timeout=5) == (SOURCE.lease_id, 7)
 
 
 def test_a_confirm_that_fails_is_not_said_twice(bare: Bare) -> None:

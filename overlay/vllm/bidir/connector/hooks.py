@@ -78,25 +78,37 @@ def end_kept_turns(scheduler: Any) -> None:
 
 
 def free_ended_leases(scheduler: Any) -> None:
-    """At the start of a step: blocks of leases that are over go back to the pool."""
+    """At the start of a step: blocks of leases that are over go back to the pool.
+
+    An engine that pauses, or drains before it ends, keeps nothing of what finishes meanwhile: it
+    would wait for that as for work, as long as somebody renews.
+    """
     ours = our_scheduler(scheduler.connector)
-    if ours is not None:
+    if ours is None or not len(ours.kept):
+        return
+    if scheduler.pause_state is not PauseState.UNPAUSED or ours.rest.stopped:
+        end_kept_turns(scheduler)
+    else:
         _free(scheduler, ours.leases_over())
 
 
-def reclaim_leases(scheduler: Any, tokens: int) -> bool:
-    """Whether leases have made room for `tokens` that a request needs blocks for.
+def reclaim_leases(scheduler: Any, tokens: int, waits: bool = False) -> bool:
+    """Whether leases have made room where `tokens` of a request find too few blocks.
 
-    Asked when there are too few: before anything is preempted, and before a request has to wait.
+    Asked before anything is preempted, and before a request has to wait (`waits`). For one that
+    would have to wait all the same none ends; nor where blocks are about to come back by
+    themselves, from requests whose last step is still under way.
     """
     ours = our_scheduler(scheduler.connector)
-    if ours is None or not ours.kept.leased:
+    if ours is None or not ours.kept.leased or scheduler.deferred_frees:
         return False
-    manager = scheduler.kv_cache_manager
-    needed = -(-tokens // ours.block_size)
-    ended = ours.reclaim(max(1, needed - manager.block_pool.get_num_free_blocks()))
-    _free(scheduler, ended)
-    return bool(ended)
+    pool = scheduler.kv_cache_manager.block_pool
+    free = pool.get_num_free_blocks()
+    missing = max(1, -(-tokens // ours.block_size) - free)
+    if waits and missing > ours.kept.reclaimable():
+        return False
+    _free(scheduler, ours.reclaim(missing))
+    return bool(pool.get_num_free_blocks() > free)
 
 
 def kv_leases(scheduler: Any, word: str, lease_ids: list[str]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ With leases they say when an entry ends; without, its time is the workers' to wa
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +35,10 @@ class KeptTurn:
 
 @dataclass(frozen=True)
 class Hold:
-    """What a reader is told about a turn before it reads."""
+    """What a reader is told about a turn before it reads, and names again when it is done.
+
+    `epoch` is its own with leases, so that one reader does not end another's hold.
+    """
 
     epoch: int
     turn: KeptTurn
@@ -51,6 +55,7 @@ class KeptTurns:
         self._lease_of: dict[str, str] = {}
         # Random, so that a restarted engine never repeats an epoch.
         self._epoch = secrets.randbits(62)
+        self._tokens = itertools.count(secrets.randbits(62))
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -104,17 +109,21 @@ class KeptTurns:
         """The turn of a lease, or None when it is gone. With leases it is held until `confirm`."""
         with self._lock:
             turn = self._turns.get(lease_id)
-            if turn is None or (self._leases is not None and not self._leases.hold(lease_id)):
-                return None
-            return Hold(self._epoch, turn)
+            if turn is None or self._leases is None:
+                return None if turn is None else Hold(self._epoch, turn)
+            token = next(self._tokens)
+            return Hold(token, turn) if self._leases.hold(lease_id, token) else None
 
     def confirm(self, lease_id: str, epoch: int) -> bool:
-        """Whether the turn has stood ever since it was held; the hold has ended."""
+        """Whether the turn has stood ever since it was held; the hold has ended.
+
+        A lease id is never used again: with leases, that it is there says so by itself.
+        """
         with self._lock:
-            stood = epoch == self._epoch and lease_id in self._turns
-            if stood and self._leases is not None:
-                self._leases.done(lease_id)
-            return stood
+            if self._leases is None:
+                return epoch == self._epoch and lease_id in self._turns
+            self._leases.done(lease_id, epoch)
+            return lease_id in self._turns
 
     ############################################################
     # Leases: all of it the scheduler's
@@ -126,6 +135,13 @@ class KeptTurns:
             return []
         with self._lock:
             return self._ended(self._leases.over())
+
+    def reclaimable(self) -> int:
+        """Blocks that `reclaim` could make room for, at most."""
+        if not self._turns or self._leases is None:
+            return 0
+        with self._lock:
+            return self._leases.reclaimable()
 
     def reclaim(self, blocks: int) -> list[str]:
         """The same of those that make room for so many blocks."""
@@ -158,9 +174,12 @@ class KeptTurns:
             return released, self._ended([self._turns[one].request_id for one in released])
 
     def params(self, lease_id: str) -> Mapping[str, Any] | None:
-        """What a router was told of a turn; None when it is gone."""
-        turn = self._turns.get(lease_id)
-        return None if turn is None else turn.params
+        """What a router was told of a turn; None when it is gone, or about to be."""
+        with self._lock:
+            turn = self._turns.get(lease_id)
+            if turn is None or (self._leases is not None and not self._leases.stands(lease_id)):
+                return None
+            return turn.params
 
     def seconds_left(self) -> float | None:
         """Until `over` may have something to say; None when there is nothing to wait for."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import zmq
+from vllm.bidir.connector.decision import Source
 from vllm.bidir.connector.messages import (
     HoldAnswer,
     MalformedMessageError,
@@ -25,7 +26,8 @@ from vllm.utils.network_utils import make_zmq_path
 class Asked:
     """What came of a question: `hold` or `stood`, or the reason why there is no answer.
 
-    `address` is whom it was put to; None when it was put to nobody.
+    `address` is whom it was put to; None when it was put to nobody. `source` is what HOLD was
+    about.
     """
 
     hold: HoldAnswer | None = None
@@ -33,6 +35,7 @@ class Asked:
     reason: Reason | None = None
     seconds: float = 0.0
     address: tuple[str, int] | None = None
+    source: Source | None = None
 
 
 def hold(host: str, port: int, lease_id: str, timeout_s: float) -> Asked:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
@@ -33,11 +34,14 @@ class Questions:
         self._holders = ThreadPoolExecutor(_THREADS, thread_name_prefix="bidir_hold")
         # Apart: the holds of silent peers must not delay what is all but done.
         self._confirmers = ThreadPoolExecutor(_THREADS, thread_name_prefix="bidir_confirm")
+        # Apart, too: nobody waits for these.
+        self._leavers = ThreadPoolExecutor(1, thread_name_prefix="bidir_let_go")
         self._silent_until: dict[tuple[str, int], float] = {}
 
     def close(self) -> None:
         self._holders.shutdown(wait=False, cancel_futures=True)
         self._confirmers.shutdown(wait=False, cancel_futures=True)
+        self._leavers.shutdown(wait=False, cancel_futures=True)
 
     def hold(self, request_id: str, source: Source) -> None:
         self._holders.submit(_ask, self.holds, request_id, lambda: self._hold(source))
@@ -46,7 +50,8 @@ class Questions:
         if self.is_silent(source):
             # It has fallen silent while this question waited for a thread.
             return peer.Asked(reason=Reason.PEER_GONE)
-        return peer.hold(source.host, source.port, source.lease_id, self._timeout_s)
+        asked = peer.hold(source.host, source.port, source.lease_id, self._timeout_s)
+        return replace(asked, source=source)
 
     def confirm(self, request_id: str, source: Source, epoch: int) -> None:
         timeout = self._timeout_s
@@ -59,9 +64,13 @@ class Questions:
 
     def let_go(self, source: Source, epoch: int) -> None:
         """End a hold whose blocks are not read, or no longer; what D answers changes nothing."""
-        self._confirmers.submit(
-            peer.confirm, source.host, source.port, source.lease_id, epoch, self._timeout_s
-        )
+        self._leavers.submit(self._let_go, source, epoch)
+
+    def _let_go(self, source: Source, epoch: int) -> None:
+        if not self.is_silent(source):
+            self.note(
+                peer.confirm(source.host, source.port, source.lease_id, epoch, self._timeout_s)
+            )
 
     def is_silent(self, source: Source) -> bool:
         """Whether the peer has lately not answered."""

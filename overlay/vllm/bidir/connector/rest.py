@@ -42,10 +42,10 @@ class Rest:
         self._waits: dict[str, _Wait] = {}
         self._leased: set[str] = set()
         self._last_step = 0.0
-        self._stopped = False
+        self.stopped = False
 
     def __len__(self) -> int:
-        return 0 if self._stopped else len(self._waits) + len(self._leased)
+        return 0 if self.stopped else len(self._waits) + len(self._leased)
 
     def begin(self, request_id: str, due: float, interval_s: float) -> None:
         self._waits[request_id] = _Wait(due, interval_s)
@@ -60,7 +60,7 @@ class Rest:
 
     def stop(self) -> None:
         """From now on what waits for its reader is work, as in the base."""
-        self._stopped = True
+        self.stopped = True
 
     def stepped(self) -> None:
         """A step has been scheduled, for whatever reason."""

@@ -415,6 +415,9 @@ class BidirScheduler(NixlPullConnectorScheduler):
         }
         if self.kept.leased:
             params["lease_duration"] = self.kept.lease_s
+            # A stock reader takes a time to come for a promise, and asks nobody: pressure may end
+            # any lease before, so it is told not to read.
+            params["remote_blocks_expiry_time"] = 0.0
         turn = KeptTurn(
             lease_id,
             request.request_id,

@@ -126,6 +126,8 @@ class BidirWorker(ReadingWorker):
             if self._is(request_id, _State.ASKING):
                 with self._busy_with(request_id):
                     self._held(request_id, asked)
+            elif asked.hold is not None and asked.source is not None:
+                self._questions.let_go(asked.source, asked.hold.epoch)
         for request_id, succeeded in drain(self._met):
             if self._is(request_id, _State.MEETING):
                 with self._busy_with(request_id):

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Iterable, Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, FastAPI, Request, Response  # type: ignore[import-not-found]
+from fastapi import APIRouter, FastAPI, Request, Response
 from vllm.bidir.connector.hooks import nixl_configs
 from vllm.bidir.connector.options import SWITCH
 from vllm.config import KVTransferConfig
