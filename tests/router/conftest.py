@@ -26,6 +26,7 @@ class Setup:
     decode: list[FakeEngine]
     url: str
     client: aiohttp.ClientSession
+    server: TestServer
 
     async def ask(
         self, path: str = "/v1/completions", headers: dict[str, str] | None = None, **fields: Any
@@ -66,6 +67,7 @@ async def make_setup() -> AsyncIterator[MakeSetup]:
             engines["decode"],
             str(server.make_url("/")).rstrip("/"),
             client,
+            server,
         )
 
     yield make

@@ -12,6 +12,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from vllm.bidir.router.options import Address
 
+from tests.router.fake_leases import FakeLeases
+
 P_PARAMS = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
@@ -50,6 +52,7 @@ class FakeEngine:
     headers: list[Mapping[str, str]] = field(default_factory=list)
     script: Callable[[web.Request, dict[str, Any]], Any] | None = None
     gone: asyncio.Event = field(default_factory=asyncio.Event)
+    leases: FakeLeases = field(default_factory=FakeLeases)
     server: TestServer | None = None
 
     @property
@@ -59,6 +62,7 @@ class FakeEngine:
 
     async def start(self) -> FakeEngine:
         app = web.Application(client_max_size=1 << 30)
+        self.leases.add_routes(app)
         app.router.add_post("/v1/{rest:.*}", self._generate)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
@@ -94,7 +98,8 @@ class FakeEngine:
         if self.role == "prefill":
             choice = {"index": 0, "text": "x", "finish_reason": "length"}
             return web.json_response({"choices": [choice], "kv_transfer_params": P_PARAMS})
-        params = d_params(len(self.asked))
+        number = len(self.asked)
+        params = d_params(number) | self.leases.terms(number)
         if not body.get("stream"):
             choice = {"index": 0, "text": "hello", "finish_reason": "stop", "tool_calls": [1]}
             whole = {

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.bidir.reasons import Reason
 from vllm.bidir.router.conversations import Conversations, KeptTurn, conversation_key
+from vllm.bidir.router.leases import Ended, Leases
+from vllm.bidir.router.metrics import Metrics
+
+from tests.router.fake_leases import lease_id
 
 
 class Clock:
@@ -13,9 +19,17 @@ class Clock:
         return self.now
 
 
+def leases() -> Leases:
+    return Leases(["n", "node"], Metrics())
+
+
+def leased(number: int) -> dict[str, Any]:
+    return {"lease_id": lease_id(number), "lease_duration": 9.0}
+
+
 def test_an_entry_ends_with_its_time() -> None:
     clock = Clock()
-    kept = Conversations(10, 5.0, clock)
+    kept = Conversations(10, 5.0, 9.0, leases(), clock)
     kept.put(b"a", {"x": 1}, "node")
     clock.now = 4.9
     assert kept.get(b"a") == KeptTurn(b'{"x":1}', "node", 5.0)
@@ -26,7 +40,7 @@ def test_an_entry_ends_with_its_time() -> None:
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    kept = Conversations(2, 5.0, Clock())
+    kept = Conversations(2, 5.0, 9.0, leases(), Clock())
     kept.put(b"a", {}, "n")
     kept.put(b"b", {}, "n")
     kept.get(b"a")
@@ -36,7 +50,7 @@ def test_the_least_recently_used_goes_first() -> None:
 
 
 def test_a_turn_that_left_nothing_leaves_the_earlier_one() -> None:
-    kept = Conversations(2, 5.0, Clock())
+    kept = Conversations(2, 5.0, 9.0, leases(), Clock())
     kept.put_nothing(b"a", Reason.NO_PARAMS)
     assert kept.get(b"a") is Reason.NO_PARAMS
     kept.put(b"a", {"turn": 2}, "n")
@@ -45,6 +59,77 @@ def test_a_turn_that_left_nothing_leaves_the_earlier_one() -> None:
     kept.put_nothing(b"b", Reason.NO_PARAMS)
     kept.put_nothing(b"c", Reason.NO_PARAMS)
     assert len(kept) == 2 and kept.get(b"a") is Reason.FIRST_TURN
+
+
+def test_the_latest_reason_counts() -> None:
+    kept = Conversations(2, 5.0, 9.0, leases(), Clock())
+    for reason in (Reason.NO_PARAMS, Reason.BUDGET):
+        kept.put_nothing(b"a", reason)
+    assert kept.get(b"a") is Reason.BUDGET
+
+
+def test_a_turn_with_a_lease_lives_until_its_conversation_is_idle() -> None:
+    clock, held = Clock(), leases()
+    kept = Conversations(9, 5.0, 9.0, held, clock)
+    kept.put(b"a", leased(1), "n")
+    kept.put(b"b", leased(2), "n")
+    clock.now = 8.0
+    assert isinstance(kept.get(b"a"), KeptTurn)
+    clock.now = 9.0
+    kept.end_idle("node")
+    assert len(held) == 2
+    kept.end_idle("n")
+    assert isinstance(kept.get(b"a"), KeptTurn) and kept.get(b"b") is Reason.EXPIRED
+    assert held.of("n").take_ended() == [lease_id(2)]
+
+
+def test_a_conversation_is_not_idle_while_a_turn_is_under_way() -> None:
+    clock, held = Clock(), leases()
+    kept = Conversations(9, 5.0, 9.0, held, clock)
+    kept.put(b"a", leased(1), "n")
+    with kept.under_way(b"a", object()):
+        clock.now = 20.0
+        kept.end_idle("n")
+        assert len(held) == 1
+    clock.now = 28.0
+    kept.end_idle("n")
+    assert len(held) == 1
+    clock.now = 29.0
+    kept.end_idle("n")
+    assert len(held) == 0
+
+
+def test_who_evicts_a_turn_gives_its_lease_back() -> None:
+    held = leases()
+    kept = Conversations(1, 5.0, 9.0, held, Clock())
+    kept.put(b"a", leased(1), "n")
+    kept.put(b"b", leased(2), "node")
+    assert held.of("n").take_ended() == [lease_id(1)] and len(held) == 1
+
+
+def test_a_turn_of_a_conversation_that_was_forgotten_has_none() -> None:
+    """A new turn of the same name has: it begins another conversation."""
+    kept = Conversations(9, 5.0, 9.0, leases(), Clock())
+    with kept.under_way(b"a", "old"):
+        assert kept.forget(b"a", Ended.DELETED) and not kept.forget(b"a", Ended.DELETED)
+        assert not kept.goes_on(b"a", "old")
+        with kept.under_way(b"a", "new"):
+            assert kept.goes_on(b"a", "new") and not kept.goes_on(b"a", "old")
+    assert not kept.forget(b"a", Ended.DELETED)
+
+
+def test_a_lease_belongs_to_one_conversation() -> None:
+    """Of a node that names the same twice, the second conversation's turn is kept without one."""
+    clock, held = Clock(), leases()
+    kept = Conversations(9, 5.0, 9.0, held, clock)
+    kept.put(b"a", leased(1), "n")
+    kept.put(b"b", leased(1), "n")
+    kept.put(b"a", leased(1), "n")
+    assert len(held) == 1 and not held.of("n").ended
+    kept.forget(b"b", Ended.DELETED)
+    assert len(held) == 1
+    kept.put(b"a", {}, "n")
+    assert held.of("n").take_ended() == [lease_id(1)]
 
 
 def test_keys_of_different_tenants_never_meet() -> None:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from vllm.bidir.router.options import Address, RouterOptions, parse
+from vllm.bidir.router.options import API_KEY_VARIABLE, Address, RouterOptions, parse
 
 OVERLAY = Path(__file__).resolve().parents[2] / "overlay"
 
@@ -43,6 +43,8 @@ def test_hosts_and_ports_pair_up(plural: str) -> None:
         (["--decoder-port", "0"], "--decoder-port must be between"),
         (["--decoder-hosts", "a", "a", "--decoder-ports", "1", "1"], "the same node twice"),
         (["--max-conversations", "0"], "--max-conversations must be between"),
+        (["--conversation-idle-timeout", "-1"], "--conversation-idle-timeout must be between"),
+        (["--engine-api-key-file", "/no/such"], "/no/such cannot be read: No such file"),
     ],
 )
 def test_contradictions_are_refused(
@@ -52,6 +54,33 @@ def test_contradictions_are_refused(
         parse(argv)
     assert caught.value.code == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_the_engines_key_comes_from_a_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert parse([]).engine_api_key is None
+    monkeypatch.setenv(API_KEY_VARIABLE, "from-env")
+    assert parse([]).engine_api_key == "from-env"
+    path = tmp_path / "key"
+    path.write_text("from-file\n")
+    options = parse(["--engine-api-key-file", str(path)])
+    assert options.engine_api_key == "from-file"
+    assert "from-file" not in repr(options)
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"\n", b"a b", b"a\nb", b"a\x00", b"\xff", "\u00fc".encode()]
+)
+def test_a_file_that_holds_no_key_is_refused_without_showing_it(
+    text: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"secret" + text if text.strip() else text)
+    with pytest.raises(SystemExit):
+        parse(["--engine-api-key-file", str(path)])
+    said = capsys.readouterr().err
+    assert f"--engine-api-key-file {path}" in said and "secret" not in said
 
 
 def test_the_command_starts_without_torch_and_without_vllm_itself() -> None:

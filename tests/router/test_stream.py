@@ -51,6 +51,12 @@ def test_null_params_are_taken_out_and_count_as_none() -> None:
     assert params is None
 
 
+def test_params_that_cannot_be_read_count_as_none() -> None:
+    out, params = run([b'data: {"id":"1","kv_transfer_params":{"lease_duration":1e999}}\n\n'])
+    assert out == b'data: {"id":"1"}\n\n'
+    assert params is None
+
+
 def test_the_field_of_responses_lies_inside_its_response() -> None:
     data = {"type": "response.completed", "response": {"id": "r", "kv_transfer_params": {"a": 1}}}
     out, params = run([b"event: response.completed\n" + event(data)])

@@ -8,7 +8,8 @@ One turn, and the module that each step lives in:
 3. choose a D, sticky to where the KV is, and a P               `nodes`
 4. prefill leg: P reads back what D kept, computes the rest     `legs`
 5. decode leg: bytes pass through, D's params are taken out     `legs`, `stream`
-6. keep D's params for the next turn                            `turn`
+6. keep D's params for the next turn                            `conversations`
+7. renew D's lease, give it back when nobody needs it           `leases`, `heartbeat`
 
 `turn` strings them together, `app` is the HTTP server around it, `cli` the command.
 It carries metadata only; KV moves between the nodes. It imports nothing of the engine.

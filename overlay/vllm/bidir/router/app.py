@@ -11,8 +11,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import aiohttp
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from vllm.bidir.router.conversations import Conversations
+from vllm.bidir.router.conversations import Conversations, conversation_key
 from vllm.bidir.router.errors import ClientError
+from vllm.bidir.router.heartbeat import Heartbeat
+from vllm.bidir.router.leases import Ended, Leases
 from vllm.bidir.router.legs import Legs, Unreachable
 from vllm.bidir.router.metrics import Metrics
 from vllm.bidir.router.nodes import Node, Pool
@@ -38,14 +40,21 @@ class Router:
         self.metrics = Metrics()
         self.prefill = Pool("prefill", options.prefill)
         self.decode = Pool("decode", options.decode)
+        self.leases = Leases((node.name for node in self.decode.nodes), self.metrics)
         self.conversations = Conversations(
-            options.max_conversations, options.conversation_ttl, time.monotonic
+            options.max_conversations,
+            options.conversation_ttl,
+            options.conversation_idle_timeout,
+            self.leases,
+            time.monotonic,
         )
+        self.metrics.leases.set_function(lambda: len(self.leases))
+        self.metrics.conversations.set_function(lambda: len(self.conversations))
         self._legs: Legs | None = None
         self._turns: Turns | None = None
 
     async def lifespan(self, app: web.Application) -> AsyncIterator[None]:
-        """Open the client session, watch nodes come up, and close both at the end."""
+        """Open the client session, watch nodes come up, renew leases; end it all at the end."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.options.connect_timeout)
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
         async with aiohttp.ClientSession(
@@ -58,10 +67,20 @@ class Router:
             self._turns = Turns(
                 self._legs, self.prefill, self.decode, self.conversations, self.metrics
             )
-            watch = asyncio.create_task(self._watch_start())
+            heartbeat = Heartbeat(
+                self._legs,
+                self.decode.nodes,
+                self.conversations,
+                self.leases,
+                self.metrics,
+                self.options.engine_api_key,
+            )
+            tasks = [asyncio.create_task(run()) for run in (self._watch_start, heartbeat.run)]
             yield
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await heartbeat.say_goodbye()
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
         assert self._turns is not None  # set before the server listens
@@ -80,6 +99,15 @@ class Router:
                 status=answer.status, body=answer.body, content_type=answer.content_type
             )
         raise ClientError(503, "No decode node can be reached. Try again later.")
+
+    async def end_conversation(self, http: web.Request) -> web.StreamResponse:
+        """Forget a conversation of this tenant and give its lease back."""
+        tenant = http.headers.get("Authorization", "")
+        if not self.conversations.forget(
+            conversation_key(tenant, http.match_info["id"]), Ended.DELETED
+        ):
+            raise ClientError(404, "No such conversation is remembered.")
+        return web.Response(status=204)
 
     async def health(self, http: web.Request) -> web.StreamResponse:
         return web.Response(text="ok\n")
@@ -137,6 +165,8 @@ def make_app(router: Router) -> web.Application:
     app.cleanup_ctx.append(router.lifespan)
     for path in GENERATION:
         app.router.add_post(path, router.generate)
+    # An id may hold a slash.
+    app.router.add_delete("/conversations/{id:.+}", router.end_conversation)
     app.router.add_get("/v1/models", router.models)
     app.router.add_get("/health", router.health)
     app.router.add_get("/metrics", router.show_metrics)

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from vllm.bidir.reasons import Reason
+from vllm.bidir.router.leases import Ended, Lease, Leases
 
 Key = bytes
 
@@ -19,12 +22,14 @@ Key = bytes
 class KeptTurn:
     """D's kv_transfer_params of a finished turn, the node that keeps the blocks, and until when.
 
-    The params are kept encoded: as objects a long turn's would take five times the memory.
+    With a lease that is renewed there is no such time: `expires` is infinite. The params are kept
+    encoded: as objects a long turn's would take five times the memory.
     """
 
     encoded: bytes
     node: str
     expires: float
+    lease: Lease | None = None
 
     @property
     def params(self) -> dict[str, Any]:
@@ -44,16 +49,50 @@ def conversation_key(tenant: str, conversation: str) -> Key:
 
 
 class Conversations:
-    """Kept turns by conversation, bounded in number and age; the least recently used go first."""
+    """Kept turns by conversation, bounded in number; the least recently used go first.
 
-    def __init__(self, limit: int, ttl: float, clock: Callable[[], float]) -> None:
+    A kept turn without a lease lives `ttl` seconds, one with a lease until the conversation has
+    been idle for `idle_timeout` seconds or D has lost it. Whatever ends one gives its lease back.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        ttl: float,
+        idle_timeout: float,
+        leases: Leases,
+        clock: Callable[[], float],
+    ) -> None:
         self._limit = limit
         self._ttl = ttl
+        self._idle_timeout = idle_timeout
+        self._leases = leases
         self._clock = clock
         self._kept: OrderedDict[Key, KeptTurn | Reason] = OrderedDict()
+        self._under_way: dict[Key, set[object]] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    @contextmanager
+    def under_way(self, key: Key | None, turn: object) -> Iterator[None]:
+        """While a turn runs, its conversation is not idle, and can be told to end with it."""
+        if key is None:
+            yield
+            return
+        self._under_way.setdefault(key, set()).add(turn)
+        try:
+            yield
+        finally:
+            turns = self._under_way.get(key, set())
+            turns.discard(turn)
+            if not turns:
+                self._under_way.pop(key, None)
+            self._touch(self._kept.get(key))
+
+    def goes_on(self, key: Key, turn: object) -> bool:
+        """Whether a turn under way still has its conversation, which may have been forgotten."""
+        return turn in self._under_way.get(key, ())
 
     def get(self, key: Key) -> KeptTurn | Reason:
         """The kept turn, or why there is none. It stays: a prefill that fails loses nothing."""
@@ -64,18 +103,72 @@ class Conversations:
             del self._kept[key]
             return Reason.EXPIRED
         self._kept.move_to_end(key)
+        self._touch(kept)
         return kept
 
     def put(self, key: Key, params: dict[str, Any], node: str) -> None:
         """Keep a turn that has just ended; it supersedes the one before."""
-        self._set(key, KeptTurn(msgspec.json.encode(params), node, self._clock() + self._ttl))
+        now = self._clock()
+        lease = self._leases.begin(node, params, key, now)
+        expires = now + self._ttl if lease is None else math.inf
+        self._set(key, KeptTurn(msgspec.json.encode(params), node, expires, lease))
 
     def put_nothing(self, key: Key, reason: Reason) -> None:
         """A turn has ended and left no KV, and why; what an earlier one has left stays."""
-        self._set(key, self._kept.get(key, reason))
+        before = self._kept.get(key)
+        self._set(key, before if isinstance(before, KeptTurn) else reason)
+
+    def put_last(self, key: Key | None, params: dict[str, Any], node: str) -> None:
+        """A turn has ended that no other follows: neither it nor one before is kept."""
+        lease = self._leases.begin(node, params, key or b"", self._clock())
+        if lease is not None:
+            self._leases.give_back(lease, Ended.ENDED)
+        if key is not None:
+            self.forget(key, Ended.ENDED)
+
+    def forget(self, key: Key, why: Ended) -> bool:
+        """The conversation is over, turns under way leave nothing; False if it is not known."""
+        kept, turns = self._kept.pop(key, None), self._under_way.pop(key, None)
+        self._end(kept, why)
+        return kept is not None or turns is not None
+
+    def lost(self, lease: Lease) -> None:
+        """D keeps this turn no longer."""
+        if self._leases.lost(lease):
+            self._expire(lease)
+
+    def end_idle(self, node: str) -> None:
+        """End the turns on this node whose conversations have been silent for too long."""
+        before = self._clock() - self._idle_timeout
+        for lease in list(self._leases.of(node).living.values()):
+            if lease.used <= before and lease.key not in self._under_way:
+                self._leases.give_back(lease, Ended.IDLE)
+                self._expire(lease)
+
+    def _expire(self, lease: Lease) -> None:
+        if _lease_of(self._kept.get(lease.key)) is lease:
+            self._kept[lease.key] = Reason.EXPIRED
+
+    def _touch(self, kept: KeptTurn | Reason | None) -> None:
+        lease = _lease_of(kept)
+        if lease is not None:
+            lease.used = self._clock()
 
     def _set(self, key: Key, what: KeptTurn | Reason) -> None:
+        before = self._kept.get(key)
         self._kept[key] = what
         self._kept.move_to_end(key)
+        if _lease_of(before) is not _lease_of(what):
+            self._end(before, Ended.SUPERSEDED)
         while len(self._kept) > self._limit:
-            self._kept.popitem(last=False)
+            _, evicted = self._kept.popitem(last=False)
+            self._end(evicted, Ended.EVICTED)
+
+    def _end(self, kept: KeptTurn | Reason | None, why: Ended) -> None:
+        lease = _lease_of(kept)
+        if lease is not None:
+            self._leases.give_back(lease, why)
+
+
+def _lease_of(kept: KeptTurn | Reason | None) -> Lease | None:
+    return kept.lease if isinstance(kept, KeptTurn) else None

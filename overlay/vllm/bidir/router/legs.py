@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+from vllm.bidir.reasons import Reason
 from vllm.bidir.router.nodes import Node
 from vllm.bidir.router.request import TurnRequest
 from vllm.bidir.router.stream import take_params
@@ -80,6 +81,20 @@ class Legs:
         async with self._session.get(node.url(path), headers=headers) as upstream:
             return Answer(upstream.status, upstream.content_type, await upstream.read())
 
+    async def post(
+        self, node: Node, path: str, body: bytes, headers: dict[str, str], timeout_s: float
+    ) -> Answer:
+        """A call beside the legs, answered whole within `timeout_s`."""
+        async with self._session.post(
+            node.url(path),
+            data=body,
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+            # The nodes' key is for the nodes.
+            allow_redirects=False,
+        ) as upstream:
+            return Answer(upstream.status, upstream.content_type, await upstream.read())
+
 
 def at_node(params: dict[str, Any] | None, node: Node) -> dict[str, Any] | None:
     """A node's params with the host under which the router reaches that node.
@@ -99,3 +114,12 @@ def holds_blocks(params: dict[str, Any] | None) -> bool:
     """Whether D's params name any blocks; D may have freed them at once."""
     blocks = None if params is None else params.get("remote_block_ids")
     return isinstance(blocks, list) and any(blocks)
+
+
+def why_nothing(params: dict[str, Any] | None) -> Reason:
+    """Why D kept nothing of a turn, in its own word if it gives one."""
+    word = None if params is None else params.get("reason")
+    try:
+        return Reason(word)
+    except ValueError:
+        return Reason.NO_PARAMS

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.bidir.reasons import Reason
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_CALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
 class Metrics:
@@ -48,6 +49,39 @@ class Metrics:
             "Conversations whose last turn is remembered.",
             registry=self.registry,
         )
+        self.leases = Gauge(
+            "bidir_router_leases",
+            "Leases of decode nodes that are being renewed.",
+            registry=self.registry,
+        )
+        self.renewals = Counter(
+            "bidir_router_lease_renewals",
+            "Leases that a decode node has prolonged.",
+            registry=self.registry,
+        )
+        self.lost = Counter(
+            "bidir_router_leases_lost",
+            "Leases that were to be renewed and that the decode node had no longer.",
+            registry=self.registry,
+        )
+        self._released = Counter(
+            "bidir_router_lease_releases",
+            "Leases given back, by reason.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self._lease_call_failures = Counter(
+            "bidir_router_lease_call_failures",
+            "Lease calls that a decode node did not answer, by call (renew, release).",
+            ["call"],
+            registry=self.registry,
+        )
+        self.heartbeat_seconds = Histogram(
+            "bidir_router_heartbeat_seconds",
+            "Renewing all leases of one decode node.",
+            buckets=_CALL_SECONDS,
+            registry=self.registry,
+        )
 
     def hit(self) -> None:
         self._turns.labels("hit", "").inc()
@@ -63,3 +97,9 @@ class Metrics:
 
     def failure(self, leg: str, kind: str) -> None:
         self._failures.labels(leg, kind).inc()
+
+    def released(self, reason: str) -> None:
+        self._released.labels(reason).inc()
+
+    def lease_call_failure(self, call: str) -> None:
+        self._lease_call_failures.labels(call).inc()

@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
+
+API_KEY_VARIABLE = "VLLM_BIDIR_ENGINE_API_KEY"
 
 Number = TypeVar("Number", int, float)
 
@@ -43,9 +47,11 @@ class RouterOptions:
     decode: tuple[Address, ...] = (Address("localhost", 8200),)
     # Below decoder_kv_blocks_ttl (480 s), so that P is not sent to blocks that D is about to free.
     conversation_ttl: float = 450.0
+    conversation_idle_timeout: float = 600.0
     max_conversations: int = 100_000
     max_body: int = 64 << 20
     connect_timeout: float = 5.0
+    engine_api_key: str | None = field(default=None, repr=False)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -85,8 +91,18 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=defaults.conversation_ttl,
         metavar="SECONDS",
-        help="forget a conversation's KV after this time; keep it below the decode nodes' "
-        f"decoder_kv_blocks_ttl (480); default {defaults.conversation_ttl:g}",
+        help="forget a conversation's KV after this time, where decode nodes keep it for a fixed "
+        "time; keep it below their decoder_kv_blocks_ttl (480); "
+        f"default {defaults.conversation_ttl:g}",
+    )
+    made.add_argument(
+        "--conversation-idle-timeout",
+        type=float,
+        default=defaults.conversation_idle_timeout,
+        metavar="SECONDS",
+        help="where decode nodes grant leases (decoder_kv_lease_duration), renew a conversation's "
+        "until so long after its last turn, then give it back; "
+        f"default {defaults.conversation_idle_timeout:g}",
     )
     made.add_argument(
         "--max-conversations",
@@ -103,6 +119,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="BYTES",
         help=f"refuse larger request bodies with 413; default {defaults.max_body}",
     )
+    made.add_argument(
+        "--engine-api-key-file",
+        type=Path,
+        metavar="PATH",
+        help="a file that holds the decode nodes' --api-key, for renewing and releasing leases; "
+        f"default: the environment variable {API_KEY_VARIABLE}, else no key",
+    )
     return made
 
 
@@ -116,8 +139,12 @@ def parse(argv: Sequence[str] | None = None) -> RouterOptions:
         prefill=_addresses(made, "prefiller", args.prefiller_hosts, args.prefiller_ports),
         decode=_addresses(made, "decoder", args.decoder_hosts, args.decoder_ports),
         conversation_ttl=_in_range(made, "--conversation-ttl", args.conversation_ttl, 0, 1e9),
+        conversation_idle_timeout=_in_range(
+            made, "--conversation-idle-timeout", args.conversation_idle_timeout, 0, 1e9
+        ),
         max_conversations=_in_range(made, "--max-conversations", args.max_conversations, 1, 1e9),
         max_body=_in_range(made, "--max-body", args.max_body, 1, 1 << 40),
+        engine_api_key=_api_key(made, args.engine_api_key_file),
     )
 
 
@@ -127,6 +154,26 @@ def _in_range(
     if not low <= value <= high:
         made.error(f"{flag} must be between {low:g} and {high:g}, not {value:g}")
     return value
+
+
+def _api_key(made: argparse.ArgumentParser, path: Path | None) -> str | None:
+    """The decode nodes' key; what it is never appears in a message."""
+    if path is None:
+        source, text = API_KEY_VARIABLE, os.environ.get(API_KEY_VARIABLE, "")
+        if not text:
+            return None
+    else:
+        source = f"--engine-api-key-file {path}"
+        try:
+            text = path.read_text("utf-8")
+        except OSError as error:
+            made.error(f"{source} cannot be read: {error.strerror}")
+        except UnicodeDecodeError:
+            made.error(f"{source} is not text")
+    key = text.strip()
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        made.error(f"{source} must hold one key: printable ASCII without spaces")
+    return key
 
 
 def _addresses(

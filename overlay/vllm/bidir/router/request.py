@@ -15,6 +15,7 @@ from vllm.bidir.reasons import Reason
 from vllm.bidir.router.errors import ClientError
 
 CONVERSATION_HEADER = "X-Session-ID"
+END_HEADER = "X-Conversation-End"
 PARAMS = "kv_transfer_params"
 MAX_ID = 512
 
@@ -90,6 +91,14 @@ def parse_request(path: str, body: bytes, session: str | None) -> TurnRequest:
         raise ClientError(400, f"`{PARAMS}` cannot be set by a client.", "vllm_xargs")
     conversation = _conversation(fields, session)
     return TurnRequest(path, fields, bool(stream), conversation, bypass_reason(fields))
+
+
+def ends_conversation(header: str | None) -> bool:
+    """Whether X-Conversation-End says that no turn follows; ClientError 400 for another word."""
+    word = "false" if header is None else header.strip().lower()
+    if word not in ("true", "false"):
+        raise ClientError(400, f"`{END_HEADER}` must be true or false.", END_HEADER)
+    return word == "true"
 
 
 def bypass_reason(fields: Fields) -> Reason | None:

@@ -24,10 +24,17 @@ from vllm.bidir.router.legs import (
     at_node,
     holds_blocks,
     read_back,
+    why_nothing,
 )
 from vllm.bidir.router.metrics import Metrics
 from vllm.bidir.router.nodes import Node, Pool
-from vllm.bidir.router.request import CONVERSATION_HEADER, TurnRequest, parse_request
+from vllm.bidir.router.request import (
+    CONVERSATION_HEADER,
+    END_HEADER,
+    TurnRequest,
+    ends_conversation,
+    parse_request,
+)
 from vllm.bidir.router.stream import StreamFilter, take_params
 
 logger = logging.getLogger("vllm_bidir_router")
@@ -37,15 +44,19 @@ _EVENT_STREAM = "text/event-stream"
 _MAX_REQUEST_ID = 128
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Turn:
-    """One turn under way. `key` is None for a request without a conversation."""
+    """One turn under way. `key` is None for a request without a conversation.
+
+    `last`: the client has said that no turn follows.
+    """
 
     request: TurnRequest
     headers: dict[str, str]
     request_id: str
     key: Key | None
     kept: KeptTurn | None
+    last: bool
 
     def __str__(self) -> str:
         # Ids of clients are never logged in full; a digest is enough to follow one.
@@ -76,9 +87,14 @@ class Turns:
         body = await http.read()
         request = parse_request(http.path, body, http.headers.get(CONVERSATION_HEADER))
         turn = self._identify(http, request)
-        if request.bypass is not None:
-            self._metrics.decode_alone(request.bypass)
-            logger.info("%s: decode node alone (%s)", turn, request.bypass)
+        with self._conversations.under_way(turn.key, turn):
+            return await self._both_legs(http, turn)
+
+    async def _both_legs(self, http: web.Request, turn: Turn) -> web.StreamResponse:
+        bypass = turn.request.bypass
+        if bypass is not None:
+            self._metrics.decode_alone(bypass)
+            logger.info("%s: decode node alone (%s)", turn, bypass)
             return await self._decode_leg(http, turn, None)
         prefilled = await self._prefill_leg(turn)
         if isinstance(prefilled, Answer):
@@ -86,6 +102,7 @@ class Turns:
         return await self._decode_leg(http, turn, prefilled.params)
 
     def _identify(self, http: web.Request, request: TurnRequest) -> Turn:
+        last = ends_conversation(http.headers.get(END_HEADER))
         given = http.headers.get("X-Request-Id", "")
         usable = 0 < len(given) <= _MAX_REQUEST_ID and given.isascii() and given.isprintable()
         request_id = given if usable else str(uuid.uuid4())
@@ -99,7 +116,7 @@ class Turns:
                 kept = found
             else:
                 reason = found
-        turn = Turn(request, headers, request_id, key, kept)
+        turn = Turn(request, headers, request_id, key, kept, last)
         if request.bypass is None:
             if kept is not None:
                 self._metrics.hit()
@@ -249,14 +266,16 @@ class Turns:
 
     def _keep(self, turn: Turn, node: Node, params: dict[str, Any] | None) -> None:
         """Remember what D has kept of a turn that it has answered, or that it has kept nothing."""
-        if turn.key is None:
-            return
         kept = at_node(params, node)
-        if kept is not None and holds_blocks(kept):
-            self._conversations.put(turn.key, kept, node.name)
+        key = turn.key
+        if key is not None and not self._conversations.goes_on(key, turn):
+            key = None  # forgotten while this turn ran
+        if key is None or turn.last:
+            self._conversations.put_last(key, kept or {}, node.name)
+        elif kept is not None and holds_blocks(kept):
+            self._conversations.put(key, kept, node.name)
         else:
-            self._conversations.put_nothing(turn.key, Reason.NO_PARAMS)
-        self._metrics.conversations.set(len(self._conversations))
+            self._conversations.put_nothing(key, why_nothing(params))
 
     def _failed(self, turn: Turn, leg: str, node: Node, kind: str) -> None:
         self._metrics.failure(leg, kind)

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tells each decode node which leases go on and which have ended, in few and large calls.
+
+For each node there is one loop that renews, three times within the shortest lease, and one that
+gives back. A node that does not answer is asked again next time; until it does its leases run out
+by themselves, and it says so then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+
+import msgspec
+from vllm.bidir.router.conversations import Conversations
+from vllm.bidir.router.leases import Leases, NodeLeases
+from vllm.bidir.router.legs import Legs, Unreachable
+from vllm.bidir.router.metrics import Metrics
+from vllm.bidir.router.nodes import Node
+
+logger = logging.getLogger("vllm_bidir_router")
+
+MOST_IDS = 10_000
+# How long ended leases are collected, so that many cost one call.
+COLLECT_S = 0.2
+_PER_LEASE = 3
+# So that routers of one cluster do not call in step.
+_JITTER = 0.1
+# A node may name any duration: neither a busy loop nor a node that is never asked.
+_LEAST_INTERVAL_S, _MOST_INTERVAL_S = 0.1, 60.0
+_LEAST_TIMEOUT_S, _MOST_TIMEOUT_S = 1.0, 10.0
+_GOODBYE_S = 1.0
+
+
+class _Answer(msgspec.Struct):
+    """What is read of a node's answer to both calls."""
+
+    lost: list[str]
+    renewed: dict[str, float] = {}
+
+
+_ANSWER = msgspec.json.Decoder(_Answer)
+
+
+class _CallError(Exception):
+    """A lease call that brought no answer; its text is a word or a status."""
+
+
+class Heartbeat:
+    """The lease calls of one router to its decode nodes. `api_key`: the nodes', None without."""
+
+    def __init__(
+        self,
+        legs: Legs,
+        nodes: Sequence[Node],
+        conversations: Conversations,
+        leases: Leases,
+        metrics: Metrics,
+        api_key: str | None,
+    ) -> None:
+        self._legs = legs
+        self._nodes = nodes
+        self._conversations = conversations
+        self._leases = leases
+        self._metrics = metrics
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._silent: set[str] = set()
+
+    async def run(self) -> None:
+        """Renew and give back until cancelled."""
+        loops = (self._renewing, self._giving_back)
+        await asyncio.gather(*(loop(node) for node in self._nodes for loop in loops))
+
+    async def say_goodbye(self) -> None:
+        """Give everything back, as well as it goes within a second.
+
+        The conversations are in this process's memory and end with it: nobody would come back for
+        these leases, other routers have their own. A router that is killed says nothing, and its
+        leases run out.
+        """
+        calls = (self._say_goodbye_to(node) for node in self._nodes)
+        try:
+            await asyncio.wait_for(asyncio.gather(*calls), _GOODBYE_S)
+        except asyncio.TimeoutError:
+            logger.warning("a decode node did not answer in time; its leases run out by themselves")
+
+    async def _say_goodbye_to(self, node: Node) -> None:
+        here = self._leases.of(node.name)
+        for ids in _batches([*here.take_ended(), *here.living]):
+            try:
+                await self._call(node, "release", ids, _MOST_TIMEOUT_S)
+            except _CallError:
+                return
+
+    async def _renewing(self, node: Node) -> None:
+        here = self._leases.of(node.name)
+        last = time.monotonic()
+        while True:
+            if math.isinf(here.shortest_s):
+                await here.sooner.wait()
+                last = time.monotonic()
+            interval = _interval(here)
+            try:
+                left = last + _jittered(interval) - time.monotonic()
+                await asyncio.wait_for(here.sooner.wait(), left)
+            except asyncio.TimeoutError:
+                last = time.monotonic()
+                await self._renew(node, interval)
+            here.sooner.clear()
+
+    async def _renew(self, node: Node, interval: float) -> None:
+        """One heartbeat: all leases of a node that are still needed."""
+        here = self._leases.of(node.name)
+        self._conversations.end_idle(node.name)
+        here.look_again()
+        if not here.living:
+            return
+        timeout = min(max(interval, _LEAST_TIMEOUT_S), _MOST_TIMEOUT_S)
+        begun = time.monotonic()
+        for ids in _batches(list(here.living)):
+            try:
+                answer = await self._call(node, "renew", ids, timeout)
+            except _CallError as error:
+                self._failed(node, "renew", error)
+                return
+            self._answers(node)
+            self._metrics.renewals.inc(sum(lease_id in answer.renewed for lease_id in ids))
+            self._end_lost(here, answer.lost)
+        self._metrics.heartbeat_seconds.observe(time.monotonic() - begun)
+
+    def _end_lost(self, here: NodeLeases, lost: list[str]) -> None:
+        for lease_id in lost:
+            # Any text may stand here, and what has been superseded meanwhile is nobody's loss.
+            lease = here.living.get(lease_id)
+            if lease is not None:
+                self._metrics.lost.inc()
+                self._conversations.lost(lease)
+
+    async def _giving_back(self, node: Node) -> None:
+        here = self._leases.of(node.name)
+        while True:
+            await here.any_ended.wait()
+            await asyncio.sleep(COLLECT_S)
+            for ids in _batches(here.take_ended()):
+                try:
+                    await self._call(node, "release", ids, _MOST_TIMEOUT_S)
+                except _CallError as error:
+                    # Not tried again: they are renewed no more, and run out.
+                    self._failed(node, "release", error)
+                    break
+
+    async def _call(self, node: Node, word: str, ids: list[str], timeout: float) -> _Answer:
+        body = msgspec.json.encode({"lease_ids": ids})
+        path = f"/v1/kv_leases/{word}"
+        try:
+            answer = await self._legs.post(node, path, body, self._headers, timeout)
+            if answer.status != 200:
+                raise _CallError(str(answer.status))
+            return _ANSWER.decode(answer.body)
+        except (*Unreachable, ValueError, RecursionError) as error:
+            raise _CallError(type(error).__name__) from error
+
+    def _answers(self, node: Node) -> None:
+        if node.name in self._silent:
+            self._silent.remove(node.name)
+            logger.info("decode node %s answers lease calls again", node.name)
+
+    def _failed(self, node: Node, word: str, error: _CallError) -> None:
+        self._metrics.lease_call_failure(word)
+        if node.name in self._silent:
+            return
+        self._silent.add(node.name)
+        hint = "; does --engine-api-key-file name its key?" if str(error) in ("401", "403") else ""
+        logger.warning(
+            "decode node %s does not %s leases: %s%s; it is tried again",
+            node.name,
+            word,
+            error,
+            hint,
+        )
+
+
+def _interval(here: NodeLeases) -> float:
+    return min(max(here.shortest_s / _PER_LEASE, _LEAST_INTERVAL_S), _MOST_INTERVAL_S)
+
+
+def _jittered(interval: float) -> float:
+    return interval * random.uniform(1 - _JITTER, 1 + _JITTER)
+
+
+def _batches(ids: list[str]) -> Iterator[list[str]]:
+    return (ids[start : start + MOST_IDS] for start in range(0, len(ids), MOST_IDS))
