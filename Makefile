@@ -15,7 +15,7 @@ WHEEL_INPUTS := upstream.toml NOTICE $(shell find patches overlay tools/build -t
 PYTEST := PYTHONDONTWRITEBYTECODE=1 $(TEST_PY) -m pytest -q
 
 .PHONY: help demo wheel prove check-installed lint import refresh test test-fast test-full \
-	test-wheel test-patches test-connector test-upstream test-e2e fuzz bench-build bench-idle bench-proof clean test-faults
+	test-wheel test-patches test-connector test-upstream test-e2e fuzz bench-build bench-idle bench-proof clean test-faults test-leases
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,7 +42,11 @@ import: $(BUILD_ENV)/.made ## make a patch of an upstream diff: make import DIFF
 refresh: $(BUILD_ENV)/.made ## rebase the patches: make refresh TO=0.30.0 [CONTINUE=1 | DRY_RUN=1]
 	@$(TOOL) refresh --to $(TO) $(if $(CONTINUE),--continue) $(if $(DRY_RUN),--dry-run)
 
-test: lint test-fast test-wheel test-patches test-connector test-upstream test-e2e test-faults ## everything, CPU only
+# Suites without engines run two at a time; engines have the cores to themselves.
+test: $(TEST_ENV)/.made ## everything, CPU only
+	@$(MAKE) --no-print-directory -j2 --output-sync=target \
+		lint test-fast test-wheel test-patches test-connector test-upstream
+	@$(MAKE) --no-print-directory test-e2e test-faults test-leases bench-smoke
 
 # 10,000 histories for each setting of P's cache; 6 groups of 34 conversations.
 test-full: export BIDIR_HISTORIES = 10000
@@ -78,6 +82,9 @@ test-e2e: $(TEST_ENV)/.made ## two real CPU engines
 test-faults: $(TEST_ENV)/.made ## engines that die, stand still or run out of memory
 	$(PYTEST) tests/faults
 
+test-leases: $(TEST_ENV)/.made ## what D keeps, renewed and given back, on real engines
+	$(PYTEST) tests/leases
+
 demo: $(TEST_ENV)/.made ## a conversation over P, D and the router, feature off and on; no GPU
 	@$(TEST_PY) -m tools.demo
 
@@ -96,8 +103,6 @@ bench: $(BENCH_ENV)/.made ## read-back off and on, with a report: build/bench/re
 
 bench-smoke: $(TEST_ENV)/.made ## the same in its smallest form, as a test
 	$(PYTEST) tests/bench
-
-test: bench-smoke
 
 clean: ## remove build results and environments (the download cache stays)
 	rm -rf build dist $(BUILD_ENV) $(TEST_ENV) .venv-cuda
