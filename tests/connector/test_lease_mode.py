@@ -246,6 +246,21 @@ def test_no_lease_ends_for_a_request_that_would_have_to_wait_all_the_same(model:
     assert d.call("totals")["totals"]["leases"] == 4
 
 
+def test_a_request_that_may_begin_with_a_part_gets_room_for_that(model: Path) -> None:
+    d = Leased(model, blocks=101)
+    d.scheduler.scheduler_reserve_full_isl = False
+    for number in range(4):
+        d.turn(5000 * number, 10)
+    d.step()
+    d.add(list(range(30000, 30000 + 50 * BLOCK)), None, max_tokens=200)
+    for _ in range(5):
+        d.step()
+    waiting = d.add(list(range(40000, 40000 + 60 * BLOCK)), None, max_tokens=2)
+    d.step()
+    assert 0 < waiting.num_computed_tokens < 60 * BLOCK
+    assert d.call("totals")["totals"]["leases"] < 4
+
+
 def test_blocks_that_come_back_with_the_step_in_flight_are_waited_for(model: Path) -> None:
     """Ending such a lease frees nothing yet; the next ones must not be ended for that."""
     d = Leased(model, blocks=61, budget=1.0, async_scheduling=True)

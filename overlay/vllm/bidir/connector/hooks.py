@@ -105,6 +105,8 @@ def reclaim_leases(scheduler: Any, tokens: int, waits: bool = False) -> bool:
     pool = scheduler.kv_cache_manager.block_pool
     free = pool.get_num_free_blocks()
     missing = max(1, -(-tokens // ours.block_size) - free)
+    if waits and not scheduler.scheduler_reserve_full_isl:
+        missing = 1  # it may begin with a part of its prompt, whose size is not known here
     if waits and missing > ours.kept.reclaimable():
         return False
     _free(scheduler, ours.reclaim(missing))
