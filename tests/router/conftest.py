@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp.test_utils import TestServer
 from vllm.bidir.router.app import Router, make_app
-from vllm.bidir.router.options import RouterOptions
+from vllm.bidir.router.node_options import NodeOptions
+from vllm.bidir.router.options import Address, RouterOptions
 
 from tests.router.fake_engine import FakeEngine
 
@@ -39,6 +42,13 @@ class Setup:
         return self.router.metrics.registry.get_sample_value(name, labels) or 0.0
 
 
+async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        await asyncio.sleep(0.01)
+
+
 MakeSetup = Callable[..., Awaitable[Setup]]
 
 
@@ -46,17 +56,25 @@ MakeSetup = Callable[..., Awaitable[Setup]]
 async def make_setup() -> AsyncIterator[MakeSetup]:
     closing: list[Callable[[], Awaitable[Any]]] = []
 
-    async def make(prefill: int = 1, decode: int = 1, **options: Any) -> Setup:
+    async def make(
+        prefill: int | tuple[Address, ...] = 1,
+        decode: int | tuple[Address, ...] = 1,
+        **options: Any,
+    ) -> Setup:
+        """So many engines, or none where addresses are given."""
         engines: dict[str, list[FakeEngine]] = {"prefill": [], "decode": []}
-        for role, count in (("prefill", prefill), ("decode", decode)):
-            for _ in range(count):
+        addresses: dict[str, tuple[Address, ...]] = {}
+        for role, given in (("prefill", prefill), ("decode", decode)):
+            for _ in range(given if isinstance(given, int) else 0):
                 engines[role].append(await FakeEngine(role).start())
                 closing.append(engines[role][-1].stop)
-        made = RouterOptions(
-            prefill=tuple(engine.address for engine in engines["prefill"]),
-            decode=tuple(engine.address for engine in engines["decode"]),
-        )
-        router = Router(replace(made, **options))
+            started = tuple(engine.address for engine in engines[role])
+            addresses[role] = started if isinstance(given, int) else given
+        made = RouterOptions(**addresses)
+        # Options of nodes are named as the others are.
+        names = {one.name for one in fields(NodeOptions)} & options.keys()
+        nodes = NodeOptions(**{name: options.pop(name) for name in names})
+        router = Router(replace(made, nodes=nodes, **options))
         server = TestServer(make_app(router), host="127.0.0.1")
         await server.start_server()
         client = aiohttp.ClientSession()

@@ -58,15 +58,15 @@ class FakeEngine:
     @property
     def address(self) -> Address:
         assert self.server is not None and self.server.port is not None
-        return Address("127.0.0.1", self.server.port)
+        return Address(self.server.host, self.server.port)
 
-    async def start(self) -> FakeEngine:
+    async def start(self, host: str = "127.0.0.1", port: int | None = None) -> FakeEngine:
         app = web.Application(client_max_size=1 << 30)
         self.leases.add_routes(app)
         app.router.add_post("/v1/{rest:.*}", self._generate)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
-        self.server = TestServer(app, host="127.0.0.1")
+        self.server = TestServer(app, host=host, port=port)
         await self.server.start_server()
         return self
 

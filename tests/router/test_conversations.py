@@ -20,7 +20,7 @@ class Clock:
 
 
 def leases() -> Leases:
-    return Leases(["n", "node"], Metrics())
+    return Leases(Metrics())
 
 
 def leased(number: int) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import pytest
 from aiohttp import web
 from yarl import URL
 
-from tests.router.conftest import BODY, MakeSetup, Setup
+from tests.router.conftest import BODY, MakeSetup, Setup, until
 from tests.router.fake_engine import d_params, event
 from tests.router.fake_leases import FakeLeases, lease_id
 
@@ -27,13 +26,6 @@ OVERLAY = Path(__file__).resolve().parents[2] / "overlay"
 SHORT_S = 0.45
 LONG_S = 60.0
 END = {"X-Conversation-End": "true"}
-
-
-async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        await asyncio.sleep(0.01)
 
 
 def leases_of(setup: Setup, duration_s: Any = SHORT_S) -> FakeLeases:

@@ -5,11 +5,13 @@ One turn, and the module that each step lives in:
 
 1. parse the request and find what cannot go through P and D    `request`
 2. find the conversation it belongs to                          `conversations`
-3. choose a D, sticky to where the KV is, and a P               `nodes`
+3. choose a D, sticky to where the KV is, and a P               `pool`
 4. prefill leg: P reads back what D kept, computes the rest     `legs`
 5. decode leg: bytes pass through, D's params are taken out     `legs`, `stream`
 6. keep D's params for the next turn                            `conversations`
 7. renew D's lease, give it back when nobody needs it           `leases`, `heartbeat`
+
+Which nodes there are `discovery` knows, by flags, a file or DNS.
 
 `turn` strings them together, `app` is the HTTP server around it, `cli` the command.
 It carries metadata only; KV moves between the nodes. It imports nothing of the engine.

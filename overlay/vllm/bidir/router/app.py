@@ -12,13 +12,15 @@ import aiohttp
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from vllm.bidir.router.conversations import Conversations, conversation_key
+from vllm.bidir.router.discovery import Discovery, NodeList
 from vllm.bidir.router.errors import ClientError
 from vllm.bidir.router.heartbeat import Heartbeat
 from vllm.bidir.router.leases import Ended, Leases
 from vllm.bidir.router.legs import Legs, Unreachable
 from vllm.bidir.router.metrics import Metrics
-from vllm.bidir.router.nodes import Node, Pool
+from vllm.bidir.router.nodes import Node
 from vllm.bidir.router.options import RouterOptions
+from vllm.bidir.router.pool import Pool
 from vllm.bidir.router.turn import Turns
 
 logger = logging.getLogger("vllm_bidir_router")
@@ -38,9 +40,17 @@ class Router:
     def __init__(self, options: RouterOptions) -> None:
         self.options = options
         self.metrics = Metrics()
-        self.prefill = Pool("prefill", options.prefill)
-        self.decode = Pool("decode", options.decode)
-        self.leases = Leases((node.name for node in self.decode.nodes), self.metrics)
+        self.prefill = Pool("prefill")
+        self.decode = Pool("decode")
+        self.discovery = Discovery(
+            NodeList(options.prefill, options.decode),
+            options.nodes.file,
+            options.nodes.dns_interval,
+            self.prefill,
+            self.decode,
+            self.metrics,
+        )
+        self.leases = Leases(self.metrics)
         self.conversations = Conversations(
             options.max_conversations,
             options.conversation_ttl,
@@ -69,13 +79,15 @@ class Router:
             )
             heartbeat = Heartbeat(
                 self._legs,
-                self.decode.nodes,
                 self.conversations,
                 self.leases,
                 self.metrics,
                 self.options.engine_api_key,
             )
-            tasks = [asyncio.create_task(run()) for run in (self._watch_start, heartbeat.run)]
+            self.decode.watch(heartbeat)
+            await self.discovery.start()
+            runs = (self.discovery.run, self._watch_start, heartbeat.run)
+            tasks = [asyncio.create_task(run()) for run in runs]
             yield
             for task in tasks:
                 task.cancel()

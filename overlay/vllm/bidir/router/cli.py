@@ -41,8 +41,8 @@ def _serve(options: RouterOptions) -> None:
         "listening on %s:%d; prefill: %s; decode: %s",
         options.host,
         options.port,
-        ", ".join(map(str, options.prefill)),
-        ", ".join(map(str, options.decode)),
+        ", ".join(map(str, options.prefill)) or "none",
+        ", ".join(map(str, options.decode)) or "none",
     )
     # handler_cancellation: a client that goes away ends both legs.
     web.run_app(

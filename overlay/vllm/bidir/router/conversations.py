@@ -118,6 +118,13 @@ class Conversations:
         before = self._kept.get(key)
         self._set(key, before if isinstance(before, KeptTurn) else reason)
 
+    def put_left(self, key: Key, params: dict[str, Any], node: str) -> None:
+        """A turn has ended on a node that is off the list: what it keeps is not needed."""
+        lease = self._leases.begin(node, params, key, self._clock())
+        if lease is not None:
+            self._leases.give_back(lease, Ended.DRAINED)
+        self.put_nothing(key, Reason.PEER_GONE)
+
     def put_last(self, key: Key | None, params: dict[str, Any], node: str) -> None:
         """A turn has ended that no other follows: neither it nor one before is kept."""
         lease = self._leases.begin(node, params, key or b"", self._clock())
@@ -144,6 +151,16 @@ class Conversations:
             if lease.used <= before and lease.key not in self._under_way:
                 self._leases.give_back(lease, Ended.IDLE)
                 self._expire(lease)
+
+    def leave_node(self, node: str) -> None:
+        """Nothing that this node keeps is needed any more: it is taken off the list."""
+        for key, kept in self._kept.items():
+            if isinstance(kept, KeptTurn) and kept.node == node:
+                self._kept[key] = Reason.PEER_GONE
+                self._end(kept, Ended.DRAINED)
+        # Also what no conversation remembers any more.
+        for lease in list(self._leases.of(node).living.values()):
+            self._leases.give_back(lease, Ended.DRAINED)
 
     def _expire(self, lease: Lease) -> None:
         if _lease_of(self._kept.get(lease.key)) is lease:

@@ -2,8 +2,9 @@
 """Tells each decode node which leases go on and which have ended, in few and large calls.
 
 For each node there is one loop that renews, three times within the shortest lease, and one that
-gives back. A node that does not answer is asked again next time; until it does its leases run out
-by themselves, and it says so then.
+gives back. A node that is taken off the list is given everything back at once, and what its last
+turns leave as they end. A node that does not answer is asked again next time; until it does its
+leases run out by themselves, and it says so then.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import msgspec
 from vllm.bidir.router.conversations import Conversations
@@ -56,14 +57,12 @@ class Heartbeat:
     def __init__(
         self,
         legs: Legs,
-        nodes: Sequence[Node],
         conversations: Conversations,
         leases: Leases,
         metrics: Metrics,
         api_key: str | None,
     ) -> None:
         self._legs = legs
-        self._nodes = nodes
         self._conversations = conversations
         self._leases = leases
         self._metrics = metrics
@@ -71,11 +70,54 @@ class Heartbeat:
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._silent: set[str] = set()
+        self._nodes: dict[str, Node] = {}
+        self._changed = asyncio.Event()
+
+    def joined(self, node: Node) -> None:
+        """From now on this node is called."""
+        self._nodes[node.name] = node
+        self._leases.of(node.name).gone = False
+        self._changed.set()
+
+    def left(self, node: Node) -> None:
+        """No turn will need what it keeps."""
+        self._conversations.leave_node(node.name)
+
+    def gone(self, node: Node) -> None:
+        """Once it has been given everything back it is called no more."""
+        here = self._leases.of(node.name)
+        here.gone = True
+        here.any_ended.set()
 
     async def run(self) -> None:
-        """Renew and give back until cancelled."""
-        loops = (self._renewing, self._giving_back)
-        await asyncio.gather(*(loop(node) for node in self._nodes for loop in loops))
+        """Renew and give back until cancelled, on the nodes that there are."""
+        loops: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                self._changed.clear()
+                for name, node in self._nodes.items():
+                    if name not in loops:
+                        loops[name] = asyncio.create_task(self._follow(node))
+                ended = {name for name, loop in loops.items() if loop.done()}
+                for name in ended:
+                    loops.pop(name).result()
+                if not ended:
+                    await self._changed.wait()
+        finally:
+            for loop in loops.values():
+                loop.cancel()
+            await asyncio.gather(*loops.values(), return_exceptions=True)
+
+    async def _follow(self, node: Node) -> None:
+        renewing = asyncio.create_task(self._renewing(node))
+        try:
+            await self._giving_back(node)
+        finally:
+            renewing.cancel()
+            self._changed.set()
+        del self._nodes[node.name]
+        self._silent.discard(node.name)
+        self._leases.drop(node.name)
 
     async def say_goodbye(self) -> None:
         """Give everything back, as well as it goes within a second.
@@ -84,7 +126,7 @@ class Heartbeat:
         these leases, other routers have their own. A router that is killed says nothing, and its
         leases run out.
         """
-        calls = (self._say_goodbye_to(node) for node in self._nodes)
+        calls = (self._say_goodbye_to(node) for node in self._nodes.values())
         try:
             await asyncio.wait_for(asyncio.gather(*calls), _GOODBYE_S)
         except asyncio.TimeoutError:
@@ -144,7 +186,7 @@ class Heartbeat:
 
     async def _giving_back(self, node: Node) -> None:
         here = self._leases.of(node.name)
-        while True:
+        while here.ended or not here.gone:
             await here.any_ended.wait()
             await asyncio.sleep(COLLECT_S)
             for ids in _batches(here.take_ended()):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -29,6 +28,7 @@ class Ended(str, Enum):
     SUPERSEDED = "superseded"
     IDLE = "idle"
     DELETED = "deleted"
+    DRAINED = "drained"
     ENDED = "ended"
     EVICTED = "evicted"
 
@@ -51,7 +51,7 @@ class NodeLeases:
     """One decode node's leases: those to be renewed, and the ids of those to be given back.
 
     `sooner` is set when a lease has come that runs shorter than all others, `any_ended` while there
-    is something to give back.
+    is something to give back, or when the node is `gone` and nothing more will come.
     """
 
     def __init__(self) -> None:
@@ -60,6 +60,7 @@ class NodeLeases:
         self.shortest_s = math.inf
         self.sooner = asyncio.Event()
         self.any_ended = asyncio.Event()
+        self.gone = False
 
     def look_again(self) -> None:
         """Find the shortest lease anew, after some have gone."""
@@ -73,17 +74,22 @@ class NodeLeases:
 
 
 class Leases:
-    """All leases, by node. Each belongs to one conversation."""
+    """All leases, by node, which may come and go. Each belongs to one conversation."""
 
-    def __init__(self, nodes: Iterable[str], metrics: Metrics) -> None:
-        self._of = {node: NodeLeases() for node in nodes}
+    def __init__(self, metrics: Metrics) -> None:
+        self._of: dict[str, NodeLeases] = {}
         self._metrics = metrics
 
     def __len__(self) -> int:
         return sum(len(one.living) for one in self._of.values())
 
     def of(self, node: str) -> NodeLeases:
-        return self._of[node]
+        """A node's leases, none at first."""
+        return self._of.setdefault(node, NodeLeases())
+
+    def drop(self, node: str) -> None:
+        """The node is gone for good; what it still kept runs out there."""
+        self._of.pop(node, None)
 
     def begin(self, node: str, params: dict[str, Any], key: bytes, now: float) -> Lease | None:
         """The lease that D's params of a finished turn name, from now on to be renewed.
@@ -95,7 +101,7 @@ class Leases:
             return None
         if not _WELL_FORMED.fullmatch(lease_id):
             return None
-        here = self._of[node]
+        here = self.of(node)
         lease = here.living.setdefault(lease_id, Lease(node, lease_id, key, duration_s, now))
         if lease.key != key:
             return None
@@ -108,15 +114,15 @@ class Leases:
     def give_back(self, lease: Lease, why: Ended) -> None:
         """Nobody needs it any more: the node is told soon. Once it has ended, nothing happens."""
         if self.lost(lease):
-            here = self._of[lease.node]
+            here = self.of(lease.node)
             here.ended.append(lease.lease_id)
             here.any_ended.set()
             self._metrics.released(why.value)
 
     def lost(self, lease: Lease) -> bool:
         """The node has it no longer; False if it had ended here before."""
-        here = self._of[lease.node]
-        if here.living.get(lease.lease_id) is not lease:
+        here = self._of.get(lease.node)
+        if here is None or here.living.get(lease.lease_id) is not lease:
             return False
         del here.living[lease.lease_id]
         return True

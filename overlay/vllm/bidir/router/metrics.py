@@ -44,6 +44,11 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+        self.node_list_errors = Counter(
+            "bidir_router_node_list_errors",
+            "Times that the file of nodes could not be used or a name could not be resolved.",
+            registry=self.registry,
+        )
         self.conversations = Gauge(
             "bidir_router_conversations",
             "Conversations whose last turn is remembered.",

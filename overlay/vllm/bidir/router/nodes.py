@@ -1,38 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill and decode nodes, and in which order to try them."""
+"""One prefill or decode node, as the router sees it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
 
-from vllm.bidir.router.options import Address
+from vllm.bidir.router.address import Address
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Node:
-    """One engine's HTTP server. `role` is "prefill" or "decode"."""
+    """One engine's HTTP server. `role` is "prefill" or "decode".
+
+    `in_flight` turns are with it. `verifies`: it has said that it checks what it reads back.
+    `draining`: it has been taken off the list; it is given no new turns, and keeps none.
+    """
 
     role: str
     address: Address
+    in_flight: int = 0
+    verifies: bool = False
+    draining: bool = False
 
-    @property
+    @cached_property
     def name(self) -> str:
         return str(self.address)
 
     def url(self, path: str) -> str:
-        return f"http://{self.address}{path}"
+        return f"http://{self.name}{path}"
 
 
-class Pool:
-    """The nodes of one role, taken in turns."""
+class Watcher(Protocol):
+    """Is told which nodes come and go."""
 
-    def __init__(self, role: str, addresses: Sequence[Address]) -> None:
-        self.nodes = tuple(Node(role, address) for address in addresses)
-        self._next = 0
+    def joined(self, node: Node) -> None:
+        """It is on the list, or is again before it was gone."""
 
-    def candidates(self, first: str | None = None) -> Iterator[Node]:
-        """Each node once: the one called `first` if it is here, then the others in turns."""
-        start, self._next = self._next, (self._next + 1) % len(self.nodes)
-        turns = [*self.nodes[start:], *self.nodes[:start]]
-        return iter(sorted(turns, key=lambda node: node.name != first))
+    def left(self, node: Node) -> None:
+        """It is not on the list any more; turns may still run on it."""
+
+    def gone(self, node: Node) -> None:
+        """It had left, and the last of its turns has ended."""

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from vllm.bidir.router.address import Address as Address
+from vllm.bidir.router.node_options import NodeOptions, add_node_arguments, node_options
+
 API_KEY_VARIABLE = "VLLM_BIDIR_ENGINE_API_KEY"
 
 Number = TypeVar("Number", int, float)
@@ -23,18 +26,6 @@ EXAMPLE = """example:
       -d '{"model": "m", "stream": true, "conversation_id": "c1",
            "messages": [{"role": "user", "content": "Hello"}]}'
 """
-
-
-@dataclass(frozen=True)
-class Address:
-    """Host and port of a node's HTTP server."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
 
 
 @dataclass(frozen=True)
@@ -52,6 +43,7 @@ class RouterOptions:
     max_body: int = 64 << 20
     connect_timeout: float = 5.0
     engine_api_key: str | None = field(default=None, repr=False)
+    nodes: NodeOptions = field(default_factory=NodeOptions)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -66,26 +58,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--host", default=defaults.host, help=f"default {defaults.host}")
     made.add_argument("--port", type=int, default=defaults.port, help=f"default {defaults.port}")
-    for role, letter, port in (("prefiller", "P", 8100), ("decoder", "D", 8200)):
-        made.add_argument(
-            f"--{role}-host",
-            f"--{role}-hosts",
-            dest=f"{role}_hosts",
-            nargs="+",
-            default=["localhost"],
-            metavar="HOST",
-            help=f"hosts of the {letter} nodes; default localhost",
-        )
-        made.add_argument(
-            f"--{role}-port",
-            f"--{role}-ports",
-            dest=f"{role}_ports",
-            type=int,
-            nargs="+",
-            default=[port],
-            metavar="PORT",
-            help=f"their ports, one for each host; default {port}",
-        )
+    add_node_arguments(made)
     made.add_argument(
         "--conversation-ttl",
         type=float,
@@ -133,11 +106,12 @@ def parse(argv: Sequence[str] | None = None) -> RouterOptions:
     """Options from the command line; argparse ends the process on a contradiction (exit 2)."""
     made = parser()
     args = made.parse_args(argv)
+    listed, nodes = node_options(made, args)
     return RouterOptions(
         host=args.host,
         port=_in_range(made, "--port", args.port, 0, 65535),
-        prefill=_addresses(made, "prefiller", args.prefiller_hosts, args.prefiller_ports),
-        decode=_addresses(made, "decoder", args.decoder_hosts, args.decoder_ports),
+        prefill=listed.prefill,
+        decode=listed.decode,
         conversation_ttl=_in_range(made, "--conversation-ttl", args.conversation_ttl, 0, 1e9),
         conversation_idle_timeout=_in_range(
             made, "--conversation-idle-timeout", args.conversation_idle_timeout, 0, 1e9
@@ -145,6 +119,7 @@ def parse(argv: Sequence[str] | None = None) -> RouterOptions:
         max_conversations=_in_range(made, "--max-conversations", args.max_conversations, 1, 1e9),
         max_body=_in_range(made, "--max-body", args.max_body, 1, 1 << 40),
         engine_api_key=_api_key(made, args.engine_api_key_file),
+        nodes=nodes,
     )
 
 
@@ -174,19 +149,3 @@ def _api_key(made: argparse.ArgumentParser, path: Path | None) -> str | None:
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         made.error(f"{source} must hold one key: printable ASCII without spaces")
     return key
-
-
-def _addresses(
-    made: argparse.ArgumentParser, role: str, hosts: list[str], ports: list[int]
-) -> tuple[Address, ...]:
-    if len(hosts) != len(ports):
-        made.error(
-            f"--{role}-hosts names {len(hosts)} host(s) but --{role}-ports {len(ports)} port(s); "
-            "give one port for each host"
-        )
-    for port in ports:
-        _in_range(made, f"--{role}-port", port, 1, 65535)
-    addresses = tuple(Address(host, port) for host, port in zip(hosts, ports, strict=True))
-    if len(set(addresses)) != len(addresses):
-        made.error(f"--{role}-hosts and --{role}-ports name the same node twice")
-    return addresses

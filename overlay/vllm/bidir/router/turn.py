@@ -27,7 +27,8 @@ from vllm.bidir.router.legs import (
     why_nothing,
 )
 from vllm.bidir.router.metrics import Metrics
-from vllm.bidir.router.nodes import Node, Pool
+from vllm.bidir.router.nodes import Node
+from vllm.bidir.router.pool import Pool, Seat
 from vllm.bidir.router.request import (
     CONVERSATION_HEADER,
     END_HEADER,
@@ -80,7 +81,6 @@ class Turns:
         self._decode = decode
         self._conversations = conversations
         self._metrics = metrics
-        self._verifying: set[str] = set()
 
     async def serve(self, http: web.Request) -> web.StreamResponse:
         """Answer one client; ClientError is the caller's to turn into a response."""
@@ -92,14 +92,18 @@ class Turns:
 
     async def _both_legs(self, http: web.Request, turn: Turn) -> web.StreamResponse:
         bypass = turn.request.bypass
-        if bypass is not None:
-            self._metrics.decode_alone(bypass)
-            logger.info("%s: decode node alone (%s)", turn, bypass)
-            return await self._decode_leg(http, turn, None)
-        prefilled = await self._prefill_leg(turn)
-        if isinstance(prefilled, Answer):
-            return _whole(prefilled, turn)
-        return await self._decode_leg(http, turn, prefilled.params)
+        with self._decode.seat(turn.kept.node if turn.kept else None) as seat:
+            # Before any work is done for a turn that nobody could finish.
+            if not await seat.reserve():
+                raise _no_decode_node()
+            if bypass is not None:
+                self._metrics.decode_alone(bypass)
+                logger.info("%s: decode node alone (%s)", turn, bypass)
+                return await self._decode_leg(http, turn, None, seat)
+            prefilled = await self._prefill_leg(turn)
+            if isinstance(prefilled, Answer):
+                return _whole(prefilled, turn)
+            return await self._decode_leg(http, turn, prefilled.params, seat)
 
     def _identify(self, http: web.Request, request: TurnRequest) -> Turn:
         last = ends_conversation(http.headers.get(END_HEADER))
@@ -128,14 +132,15 @@ class Turns:
 
     async def _prefill_leg(self, turn: Turn) -> PrefillDone | Answer:
         """P's params, or a refusal that the client must see; without any P, no params."""
-        for node in self._prefill.candidates():
-            offered = self._offer(turn, node)
-            done = await self._try_prefill(turn, node, offered or FIRST_TURN)
-            if isinstance(done, Answer) and done.status >= 500 and offered is not None:
-                # The fault may lie with what was to be read back: compute it all instead.
-                done = await self._try_prefill(turn, node, FIRST_TURN)
-            if isinstance(done, PrefillDone) or (done is not None and done.status < 500):
-                return done
+        with self._prefill.seat() as seat:
+            async for node in seat:
+                offered = self._offer(turn, node)
+                done = await self._try_prefill(turn, node, offered or FIRST_TURN)
+                if isinstance(done, Answer) and done.status >= 500 and offered is not None:
+                    # The fault may lie with what was to be read back: compute it all instead.
+                    done = await self._try_prefill(turn, node, FIRST_TURN)
+                if isinstance(done, PrefillDone) or (done is not None and done.status < 500):
+                    return done
         self._metrics.decode_alone(Reason.PEER_GONE)
         logger.warning("%s: no prefill node answers; decode node alone", turn)
         return PrefillDone(None)
@@ -147,7 +152,7 @@ class Turns:
         """
         if turn.kept is None:
             return None
-        if node.name not in self._verifying:
+        if not node.verifies:
             self._metrics.withheld()
             logger.info("%s: %s does not verify read-backs; it computes", turn, node.name)
             return None
@@ -174,17 +179,14 @@ class Turns:
 
     def _note_whether_it_verifies(self, node: Node, params: dict[str, Any] | None) -> None:
         """P says so in its own params; a node may be another release after a restart."""
-        if params is not None and params.get("readback") == 1:
-            self._verifying.add(node.name)
-        else:
-            self._verifying.discard(node.name)
+        node.verifies = params is not None and params.get("readback") == 1
 
     async def _decode_leg(
-        self, http: web.Request, turn: Turn, params: dict[str, Any] | None
+        self, http: web.Request, turn: Turn, params: dict[str, Any] | None, seat: Seat
     ) -> web.StreamResponse:
         """Try decode nodes until one has sent its first byte; what follows is that node's."""
         refusal: Answer | None = None
-        for node in self._decode.candidates(turn.kept.node if turn.kept else None):
+        async for node in seat:
             try:
                 upstream = await self._legs.decode(node, turn.request, params, turn.headers)
             except Unreachable as error:
@@ -209,7 +211,7 @@ class Turns:
             self._failed(turn, "decode", node, str(upstream.status))
             refusal = Answer(upstream.status, upstream.content_type, first)
         if refusal is None:
-            raise ClientError(503, "No decode node can be reached. Try again later.")
+            raise _no_decode_node()
         return _whole(refusal, turn)
 
     def _answer(
@@ -272,6 +274,8 @@ class Turns:
             key = None  # forgotten while this turn ran
         if key is None or turn.last:
             self._conversations.put_last(key, kept or {}, node.name)
+        elif node.draining:
+            self._conversations.put_left(key, kept or {}, node.name)
         elif kept is not None and holds_blocks(kept):
             self._conversations.put(key, kept, node.name)
         else:
@@ -280,6 +284,10 @@ class Turns:
     def _failed(self, turn: Turn, leg: str, node: Node, kind: str) -> None:
         self._metrics.failure(leg, kind)
         logger.warning("%s: %s leg failed on %s: %s", turn, leg, node.name, kind)
+
+
+def _no_decode_node() -> ClientError:
+    return ClientError(503, "No decode node can be reached. Try again later.")
 
 
 def _headers(turn: Turn) -> dict[str, str]:
