@@ -51,6 +51,7 @@ class FakeEngine:
     asked: list[dict[str, Any]] = field(default_factory=list)
     headers: list[Mapping[str, str]] = field(default_factory=list)
     script: Callable[[web.Request, dict[str, Any]], Any] | None = None
+    health: int = 200
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     leases: FakeLeases = field(default_factory=FakeLeases)
     server: TestServer | None = None
@@ -75,7 +76,7 @@ class FakeEngine:
         await self.server.close()
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.Response()
+        return web.Response(status=self.health)
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "m"}]})

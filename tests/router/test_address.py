@@ -15,13 +15,14 @@ from yarl import URL
         ("[2001:db8::1]:8100", Address("2001:db8::1", 8100)),
         ("[fe80::1%eth0]:8100", Address("fe80::1%eth0", 8100)),
         ("dns:prefill.llm.svc:8100", Address("prefill.llm.svc", 8100, many=True)),
+        ("https://d:8100", Address("d", 8100, "https")),
     ],
 )
 def test_what_is_written_is_what_is_called(text: str, address: Address) -> None:
     assert parse_address(text) == address
-    assert str(address) == text
+    assert str(address) == text.removeprefix("https://")
     if not address.many:
-        url = URL(f"http://{address}/v1/completions")
+        url = URL(f"{address.scheme}://{address}/v1/completions")
         assert (url.host, url.port, url.path) == (address.host, 8100, "/v1/completions")
 
 
@@ -38,7 +39,8 @@ def test_what_is_written_is_what_is_called(text: str, address: Address) -> None:
         ("a/b:8100", "neither a host name nor"),
         ("dns:[::1]:8100", "neither a host name nor"),
         ("2001:db8::1:8100", "brackets"),
-        ("http://host:8100", "no scheme"),
+        ("ftp://host:8100", "neither http nor https"),
+        ("http://a:b@host:8100", "brackets"),
     ],
 )
 def test_what_is_wrong_is_said(text: str, complaint: str) -> None:

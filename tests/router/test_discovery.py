@@ -41,9 +41,9 @@ def write(path: Path, setup: Setup, *decode: FakeEngine) -> None:
     path.write_text("\n".join(lines))
 
 
-async def followed(make_setup: MakeSetup, path: Path, decode: int = 1) -> Setup:
+async def followed(make_setup: MakeSetup, path: Path, **options: Any) -> Setup:
     """A router that follows a file, which does not exist yet."""
-    return await make_setup(decode=decode, file=path)
+    return await make_setup(file=path, **options)
 
 
 def names(setup: Setup) -> list[str]:
@@ -108,9 +108,9 @@ async def test_a_node_that_is_added_is_given_turns(
     make_setup: MakeSetup, another: FakeEngine, tmp_path: Path
 ) -> None:
     path = tmp_path / "nodes.yaml"
-    setup = await followed(make_setup, path)
+    setup = await followed(make_setup, path, slow_start=0.0)
     write(path, setup, setup.decode[0], another)
-    await until(lambda: len(names(setup)) == 2)
+    await until(lambda: len(setup.router.decode.usable()) == 2)
     for _ in range(4):
         assert (await setup.ask())[0] == 200
     assert len(another.asked) == len(setup.decode[0].asked) == 2
@@ -245,6 +245,7 @@ async def test_a_name_is_one_node_for_each_address_and_is_resolved_again(
         assert names(setup) == [f"127.0.0.2:{port}"]
         answers.append(["127.0.0.1"])
         await until(lambda: names(setup) == [f"127.0.0.1:{port}"])
+        assert (await setup.ask())[0] == 200
     finally:
         await one.stop()
         await two.stop()

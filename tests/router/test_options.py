@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from vllm.bidir.router.options import API_KEY_VARIABLE, Address, RouterOptions, parse
+from vllm.bidir.router.options import API_KEY_VARIABLE, Address, RouterOptions, parse, parser
 
 OVERLAY = Path(__file__).resolve().parents[2] / "overlay"
 
@@ -44,6 +44,10 @@ def test_hosts_and_ports_pair_up(plural: str) -> None:
         (["--decoder-hosts", "a", "a", "--decoder-ports", "1", "1"], "the same node twice"),
         (["--max-conversations", "0"], "--max-conversations must be between"),
         (["--conversation-idle-timeout", "-1"], "--conversation-idle-timeout must be between"),
+        (["--dns-interval", "0"], "--dns-interval must be between 0.1 and 1e+06, not 0"),
+        (["--queue-limit", "-1"], "--queue-limit must be between"),
+        (["--eject-time", "nan"], "--eject-time must be between"),
+        (["--decoder-host", "http://d/v1"], "--decoder-host: 'd/v1' is neither a host name"),
         (["--engine-api-key-file", "/no/such"], "/no/such cannot be read: No such file"),
     ],
 )
@@ -54,6 +58,11 @@ def test_contradictions_are_refused(
         parse(argv)
     assert caught.value.code == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_every_option_names_its_default() -> None:
+    for action in parser()._actions:
+        assert action.dest == "help" or "default" in str(action.help), action.option_strings
 
 
 def test_the_engines_key_comes_from_a_file_or_the_environment(

@@ -11,7 +11,8 @@ One turn, and the module that each step lives in:
 6. keep D's params for the next turn                            `conversations`
 7. renew D's lease, give it back when nobody needs it           `leases`, `heartbeat`
 
-Which nodes there are `discovery` knows, by flags, a file or DNS.
+Which nodes there are `discovery` knows, by flags, a file or DNS; how they are, `checks` and
+`health`; a turn has a `seat` on one, and waits in a `queue` where all are full.
 
 `turn` strings them together, `app` is the HTTP server around it, `cli` the command.
 It carries metadata only; KV moves between the nodes. It imports nothing of the engine.

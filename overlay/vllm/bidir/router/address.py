@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a node's HTTP server is: `host:port`, or a DNS name that stands for many nodes."""
+"""Where a node's HTTP server is: `host:port`, or a DNS name that stands for many nodes.
+
+With `https://` before it the node is spoken to in TLS.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ class Address:
 
     host: str
     port: int
+    scheme: str = "http"
     many: bool = False
 
     def __str__(self) -> str:
@@ -27,10 +31,13 @@ class Address:
 
 
 def make_address(host: str, port: int) -> Address:
-    """An address of a host as people write it: with brackets, or with `dns:` before a name.
+    """An address of a host as people write it: with brackets, `dns:` before a name, `https://`.
 
     Raises ValueError whose text says what is wrong.
     """
+    scheme, found, host = host.rpartition("://")
+    if found and scheme not in ("http", "https"):
+        raise ValueError(f"{scheme[:20]!r} is neither http nor https")
     if not 1 <= port <= 65535:
         raise ValueError(f"a port must be between 1 and 65535, not {port}")
     many = host.startswith(MANY)
@@ -42,7 +49,7 @@ def make_address(host: str, port: int) -> Address:
             raise ValueError(f"{host[:200]!r} is neither a host name nor an IP address")
     elif not _NAME.fullmatch(bare):
         raise ValueError(f"{host[:200]!r} is neither a host name nor an IP address")
-    return Address(bare, port, many)
+    return Address(bare, port, scheme if found else "http", many)
 
 
 def parse_address(text: str) -> Address:
@@ -50,6 +57,6 @@ def parse_address(text: str) -> Address:
     host, colon, port = text.rpartition(":")
     if not colon or not port.isascii() or not port.isdigit() or len(port) > 5:
         raise ValueError(f"{text[:200]!r} does not end in a port; write host:port")
-    if ":" in host.removeprefix(MANY) and not host.endswith("]"):
-        raise ValueError(f"write {text[:200]!r} with brackets around its IPv6 address, no scheme")
+    if ":" in host.rpartition("://")[2].removeprefix(MANY) and not host.endswith("]"):
+        raise ValueError(f"write {text[:200]!r} with brackets around its IPv6 address")
     return make_address(host, int(port))

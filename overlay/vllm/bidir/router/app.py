@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import aiohttp
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from vllm.bidir.router.checks import HealthChecks
 from vllm.bidir.router.conversations import Conversations, conversation_key
 from vllm.bidir.router.discovery import Discovery, NodeList
 from vllm.bidir.router.errors import ClientError
@@ -18,7 +19,7 @@ from vllm.bidir.router.heartbeat import Heartbeat
 from vllm.bidir.router.leases import Ended, Leases
 from vllm.bidir.router.legs import Legs, Unreachable
 from vllm.bidir.router.metrics import Metrics
-from vllm.bidir.router.nodes import Node
+from vllm.bidir.router.node_metrics import NodeGauges
 from vllm.bidir.router.options import RouterOptions
 from vllm.bidir.router.pool import Pool
 from vllm.bidir.router.turn import Turns
@@ -31,7 +32,6 @@ GENERATION = ("/v1/chat/completions", "/v1/completions")
 # Below uvicorn's keep-alive in vLLM (5 s), so that we never write to a connection that the node
 # is closing.
 _KEEP_ALIVE_S = 4.0
-_PROBE_S = 1.0
 
 
 class Router:
@@ -40,8 +40,18 @@ class Router:
     def __init__(self, options: RouterOptions) -> None:
         self.options = options
         self.metrics = Metrics()
-        self.prefill = Pool("prefill")
-        self.decode = Pool("decode")
+        nodes = options.nodes
+        self.prefill = Pool(
+            "prefill", nodes.limits(nodes.prefill_in_flight), nodes.rules(), self.metrics
+        )
+        self.decode = Pool(
+            "decode",
+            nodes.limits(nodes.decode_in_flight),
+            nodes.rules(),
+            self.metrics,
+            always=True,
+        )
+        self.metrics.registry.register(NodeGauges((self.prefill, self.decode)))
         self.discovery = Discovery(
             NodeList(options.prefill, options.decode),
             options.nodes.file,
@@ -86,7 +96,10 @@ class Router:
             )
             self.decode.watch(heartbeat)
             await self.discovery.start()
-            runs = (self.discovery.run, self._watch_start, heartbeat.run)
+            checks = HealthChecks(
+                self._legs, (self.prefill, self.decode), self.options.nodes.health_interval
+            )
+            runs = (self.discovery.run, checks.run, heartbeat.run)
             tasks = [asyncio.create_task(run()) for run in runs]
             yield
             for task in tasks:
@@ -124,32 +137,20 @@ class Router:
     async def health(self, http: web.Request) -> web.StreamResponse:
         return web.Response(text="ok\n")
 
+    async def ready(self, http: web.Request) -> web.StreamResponse:
+        """Whether a turn can be served: D serve alone, P do not."""
+        known = bool(self.options.nodes.health_interval)
+        up = {
+            pool.role: sum(bool(node.health.up) or not known for node in pool.usable())
+            for pool in (self.prefill, self.decode)
+        }
+        if not up["decode"]:
+            raise ClientError(503, "No decode node is up. Try again later.")
+        return web.Response(text=f"up: {up['prefill']} prefill, {up['decode']} decode\n")
+
     async def show_metrics(self, http: web.Request) -> web.StreamResponse:
         data = generate_latest(self.metrics.registry)
         return web.Response(body=data, headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-    async def _watch_start(self) -> None:
-        """Say which nodes are not there yet, and when each comes up."""
-        waiting = [*self.prefill.nodes, *self.decode.nodes]
-        said = False
-        while waiting:
-            up = await asyncio.gather(*(self._is_up(node) for node in waiting))
-            for node, is_up in zip(waiting, up, strict=True):
-                if is_up:
-                    logger.info("%s node %s is up", node.role, node.name)
-            waiting = [node for node, is_up in zip(waiting, up, strict=True) if not is_up]
-            if waiting and not said:
-                names = ", ".join(f"{node.role} {node.name}" for node in waiting)
-                logger.warning("waiting for nodes that do not answer yet: %s", names)
-                said = True
-            await asyncio.sleep(_PROBE_S)
-
-    async def _is_up(self, node: Node) -> bool:
-        assert self._legs is not None  # set before the task starts
-        try:
-            return (await self._legs.get(node, "/health", {})).status == 200
-        except Unreachable:
-            return False
 
 
 @web.middleware
@@ -181,5 +182,6 @@ def make_app(router: Router) -> web.Application:
     app.router.add_delete("/conversations/{id:.+}", router.end_conversation)
     app.router.add_get("/v1/models", router.models)
     app.router.add_get("/health", router.health)
+    app.router.add_get("/ready", router.ready)
     app.router.add_get("/metrics", router.show_metrics)
     return app

@@ -187,4 +187,4 @@ class Discovery:
                 logger.warning("%s cannot be resolved: %s; it is tried again", name, error)
             return
         self._silent.discard(name)
-        self._resolved[name] = tuple(Address(host, name.port) for host in hosts)
+        self._resolved[name] = tuple(Address(host, name.port, name.scheme) for host in hosts)

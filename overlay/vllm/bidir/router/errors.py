@@ -29,6 +29,8 @@ class ClientError(Exception):
 def error_body(status: int, message: str, param: str | None = None) -> bytes:
     """`{"error": {"message", "type", "param", "code"}}`, as OpenAI's API documents it."""
     kind = "invalid_request_error" if status < 500 else "server_error"
+    if status == 429:
+        kind = "rate_limit_error"
     error = {"message": message, "type": kind, "param": param, "code": status}
     return msgspec.json.encode({"error": error})
 

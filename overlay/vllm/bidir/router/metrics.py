@@ -44,6 +44,31 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+        self.queue_seconds = Histogram(
+            "bidir_router_queue_seconds",
+            "How long turns waited for a node with room, of those that had to wait.",
+            ["role"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._refused = Counter(
+            "bidir_router_refused",
+            "Turns refused for want of room, by reason (queue_full: 429, queue_timeout: 503).",
+            ["role", "reason"],
+            registry=self.registry,
+        )
+        self._retries = Counter(
+            "bidir_router_retries",
+            "Legs that were tried again on another node of this role.",
+            ["role"],
+            registry=self.registry,
+        )
+        self._ejections = Counter(
+            "bidir_router_ejections",
+            "Nodes given no turns for a while, because several in a row had failed there.",
+            ["role"],
+            registry=self.registry,
+        )
         self.node_list_errors = Counter(
             "bidir_router_node_list_errors",
             "Times that the file of nodes could not be used or a name could not be resolved.",
@@ -102,6 +127,15 @@ class Metrics:
 
     def failure(self, leg: str, kind: str) -> None:
         self._failures.labels(leg, kind).inc()
+
+    def refused(self, role: str, reason: str) -> None:
+        self._refused.labels(role, reason).inc()
+
+    def retried(self, role: str) -> None:
+        self._retries.labels(role).inc()
+
+    def ejected(self, role: str) -> None:
+        self._ejections.labels(role).inc()
 
     def released(self, reason: str) -> None:
         self._released.labels(reason).inc()

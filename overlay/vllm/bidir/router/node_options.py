@@ -9,6 +9,8 @@ from pathlib import Path
 
 from vllm.bidir.router.address import Address, make_address
 from vllm.bidir.router.discovery import NodeList, read_node_list
+from vllm.bidir.router.health import HealthRules
+from vllm.bidir.router.pool import Limits
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,45 @@ class NodeOptions:
 
     file: Path | None = None
     dns_interval: float = 10.0
+    health_interval: float = 2.0
+    eject_after: int = 3
+    eject_time: float = 1.0
+    slow_start: float = 10.0
+    prefill_in_flight: int = 0
+    decode_in_flight: int = 0
+    queue_limit: int = 1000
+    queue_timeout: float = 30.0
+
+    def rules(self) -> HealthRules:
+        return HealthRules(self.eject_after, self.eject_time, self.slow_start)
+
+    def limits(self, in_flight: int) -> Limits:
+        return Limits(in_flight, self.queue_limit, self.queue_timeout)
+
+
+# Name, least and most, and what it is for.
+_NUMBERS: tuple[tuple[str, float, float, str], ...] = (
+    ("dns_interval", 0.1, 1e6, "resolve dns: names anew so often"),
+    ("health_interval", 0, 3600, "ask each node's /health so often, 0 never"),
+    (
+        "eject_after",
+        0,
+        1e6,
+        "give a node no turns for a while after so many in a row that failed before their first "
+        "byte, 0 never",
+    ),
+    ("eject_time", 0.01, 60, "for how long at first; twice as long each time, up to 60"),
+    ("slow_start", 0, 3600, "a node that has come back has its full share after this time"),
+    ("prefill_in_flight", 0, 1e6, "at most so many turns on one P node, 0 any number"),
+    ("decode_in_flight", 0, 1e6, "at most so many turns on one D node, 0 any number"),
+    (
+        "queue_limit",
+        0,
+        1e6,
+        "at most so many turns wait for room on P nodes, and so many on D nodes; others get 429",
+    ),
+    ("queue_timeout", 0, 3600, "a turn that has waited so long for room gets 503"),
+)
 
 
 def add_node_arguments(made: argparse.ArgumentParser) -> None:
@@ -49,22 +90,31 @@ def add_node_arguments(made: argparse.ArgumentParser) -> None:
         'host:port, "[IPv6]:port" or dns:name:port; when it changes, new nodes are taken in and '
         "missing ones drained; default: none",
     )
-    made.add_argument(
-        "--dns-interval",
-        type=float,
-        default=defaults.dns_interval,
-        metavar="SECONDS",
-        help=f"resolve dns: names anew so often; default {defaults.dns_interval:g}",
-    )
+    for name, _, _, what in _NUMBERS:
+        default = getattr(defaults, name)
+        made.add_argument(
+            _flag(name),
+            type=type(default),
+            default=default,
+            metavar="N" if isinstance(default, int) else "SECONDS",
+            help=f"{what}; default {default:g}",
+        )
 
 
 def node_options(
     made: argparse.ArgumentParser, args: argparse.Namespace
 ) -> tuple[NodeList, NodeOptions]:
     """What was given; argparse ends the process on a contradiction (exit 2)."""
-    if not 0.1 <= args.dns_interval <= 1e6:
-        made.error(f"--dns-interval must be between 0.1 and 1e+06, not {args.dns_interval:g}")
-    return _node_list(made, args), NodeOptions(args.nodes, args.dns_interval)
+    for name, low, high, _ in _NUMBERS:
+        value = getattr(args, name)
+        if not low <= value <= high:
+            made.error(f"{_flag(name)} must be between {low:g} and {high:g}, not {value:g}")
+    numbers = {name: getattr(args, name) for name, *_ in _NUMBERS}
+    return _node_list(made, args), NodeOptions(file=args.nodes, **numbers)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _node_list(made: argparse.ArgumentParser, args: argparse.Namespace) -> NodeList:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Protocol
 
 from vllm.bidir.router.address import Address
+from vllm.bidir.router.health import Health
 
 
 @dataclass(eq=False)
@@ -20,6 +21,7 @@ class Node:
 
     role: str
     address: Address
+    health: Health
     in_flight: int = 0
     verifies: bool = False
     draining: bool = False
@@ -29,7 +31,7 @@ class Node:
         return str(self.address)
 
     def url(self, path: str) -> str:
-        return f"http://{self.name}{path}"
+        return f"{self.address.scheme}://{self.name}{path}"
 
 
 class Watcher(Protocol):

@@ -1,26 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nodes of one role: who is in, and which of them a turn is given."""
+"""The nodes of one role: who is in, how they are, and which of them a turn is given."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from types import TracebackType
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from vllm.bidir.router.address import Address
+from vllm.bidir.router.health import Health, HealthRules
+from vllm.bidir.router.metrics import Metrics
 from vllm.bidir.router.nodes import Node, Watcher
+from vllm.bidir.router.queue import FullError, Queue
+from vllm.bidir.router.seat import Seat
 
 logger = logging.getLogger("vllm_bidir_router")
 
+Recheck = Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`in_flight` turns on one node, 0 for any number; `queue` turns wait, `timeout_s` at most."""
+
+    in_flight: int = 0
+    queue: int = 1000
+    timeout_s: float = 30.0
+
 
 class Pool:
-    """Nodes that may come and go, taken in turns."""
+    """Nodes that may come and go, taken in turns.
 
-    def __init__(self, role: str, addresses: Iterable[Address] = ()) -> None:
+    `always`: rather try a node that has been ejected, or look once more at one that was down, than
+    give up. `recheck` does the looking.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        limits: Limits,
+        rules: HealthRules,
+        metrics: Metrics,
+        always: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.role = role
-        self._nodes = tuple(Node(role, address) for address in dict.fromkeys(addresses))
+        self.recheck: Recheck | None = None
+        self._limits = limits
+        self._rules = rules
+        self._metrics = metrics
+        self._always = always
+        self._clock = clock
+        self._nodes: tuple[Node, ...] = ()
         self._draining: dict[Address, Node] = {}
         self._watchers: list[Watcher] = []
+        self._queue = Queue(
+            role, limits.queue, limits.timeout_s, self._take, self.give_back, metrics
+        )
         self._next = 0
 
     @property
@@ -31,6 +68,20 @@ class Pool:
     @property
     def draining(self) -> tuple[Node, ...]:
         return tuple(self._draining.values())
+
+    @property
+    def waiting(self) -> int:
+        """Turns in the queue."""
+        return len(self._queue)
+
+    def usable(self) -> list[Node]:
+        """The nodes that may be given turns now, in turns."""
+        now = self._clock()
+        return [node for node in self._in_turns() if node.health.usable(now)]
+
+    def candidates(self, first: str | None = None) -> Iterator[Node]:
+        """Usable nodes for a call that is no turn: the one called `first`, then the others."""
+        return iter(sorted(self.usable(), key=lambda node: node.name != first))
 
     def watch(self, watcher: Watcher) -> None:
         """Tell it of the nodes that are here, and of all that come and go."""
@@ -44,15 +95,7 @@ class Pool:
         wanted = dict.fromkeys(addresses)
         if wanted.keys() == before.keys():
             return
-        come = {
-            address: (
-                self._draining.pop(address)
-                if address in self._draining
-                else Node(self.role, address)
-            )
-            for address in wanted
-            if address not in before
-        }
+        come = {address: self._come(address) for address in wanted if address not in before}
         self._nodes = tuple(before.get(address) or come[address] for address in wanted)
         for node in come.values():
             node.draining = False
@@ -62,35 +105,97 @@ class Pool:
         for address, node in before.items():
             if address not in wanted:
                 self._drain(node)
-
-    def candidates(self, first: str | None = None) -> Iterator[Node]:
-        """Each node once: the one called `first` if it is here, then the others in turns."""
-        turns = self._in_turns()
-        return iter(sorted(turns, key=lambda node: node.name != first))
+        self.look_again()
 
     def seat(self, kept_on: str | None = None) -> Seat:
         """A place for one turn, on the node called `kept_on` if that is possible."""
         return Seat(self, kept_on)
 
-    def take(self, kept_on: str | None, tried: set[Node]) -> Node | None:
-        """A node for one more turn, None if all have been tried; `give_back` ends it."""
-        for node in self.candidates(kept_on):
-            if node not in tried:
-                node.in_flight += 1
-                return node
-        return None
+    async def take(self, kept_on: str | None, tried: set[Node]) -> Node | None:
+        """A node for one more turn, None if there is none left; `give_back` ends it.
+
+        Waits in the queue while all are full; ClientError says when that has been too long.
+        """
+        node = await self._take_or_wait(kept_on, tried)
+        if node is None and not tried and self._always and self.recheck is not None:
+            await self.recheck()
+            node = await self._take_or_wait(kept_on, tried)
+        if node is not None and tried:
+            self._metrics.retried(self.role)
+        return node
 
     def give_back(self, node: Node) -> None:
         """One turn on this node has ended."""
         node.in_flight -= 1
         if node.draining and not node.in_flight:
             self._gone(node)
+        self.look_again()
+
+    def succeeded(self, node: Node) -> None:
+        """A turn has had its first byte, or an answer that is not the node's fault."""
+        node.health.turn_succeeded()
+
+    def failed(self, node: Node) -> None:
+        """A turn has failed on this node before its first byte."""
+        if node.health.turn_failed():
+            node.verifies = False
+            self._metrics.ejected(self.role)
+            logger.warning("%s node %s is ejected: turns fail there", self.role, node.name)
+            self.look_again()
+
+    def checked(self, node: Node, passed: bool) -> None:
+        """A node has answered a check or has not."""
+        if not node.health.checked(passed):
+            return
+        if passed:
+            logger.info("%s node %s is up", self.role, node.name)
+        else:
+            # What comes back there may be another release.
+            node.verifies = False
+        self.look_again()
+
+    def look_again(self) -> None:
+        """There may be room, or none left to wait for."""
+        if self._queue:
+            self._queue.serve()
+
+    async def _take_or_wait(self, kept_on: str | None, tried: set[Node]) -> Node | None:
+        if not self._queue:
+            try:
+                return self._take(kept_on, tried)
+            except FullError:
+                pass
+        return await self._queue.wait(kept_on, tried)
+
+    def _take(self, kept_on: str | None, tried: set[Node]) -> Node | None:
+        now = self._clock()
+        left = [node for node in self._in_turns() if node not in tried]
+        usable = [node for node in left if node.health.usable(now)]
+        if not usable and self._always:
+            usable = [node for node in left if node.health.up is not False]
+        if not usable:
+            return None
+        free = [node for node in usable if self._has_room(node, now)]
+        if not free:
+            raise FullError
+        node = next((node for node in free if node.name == kept_on), free[0])
+        node.in_flight += 1
+        return node
+
+    def _has_room(self, node: Node, now: float) -> bool:
+        limit = self._limits.in_flight
+        return not limit or node.in_flight < max(int(limit * node.health.share(now)), 1)
 
     def _in_turns(self) -> list[Node]:
         if not self._nodes:
             return []
         start, self._next = self._next % len(self._nodes), self._next + 1
         return [*self._nodes[start:], *self._nodes[:start]]
+
+    def _come(self, address: Address) -> Node:
+        if address in self._draining:
+            return self._draining.pop(address)
+        return Node(self.role, address, Health(self._rules, self._clock))
 
     def _drain(self, node: Node) -> None:
         node.draining = True
@@ -110,59 +215,3 @@ class Pool:
         del self._draining[node.address]
         for watcher in self._watchers:
             watcher.gone(node)
-
-
-class Seat:
-    """One turn's place in a pool: on one node at a time, and on none twice.
-
-    Iterating moves it on: each node is held until the next is asked for or the `with` block ends.
-    """
-
-    def __init__(self, pool: Pool, kept_on: str | None) -> None:
-        self._pool = pool
-        self._kept_on = kept_on
-        self._node: Node | None = None
-        self._reserved = False
-        self._tried: set[Node] = set()
-
-    def __enter__(self) -> Seat:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._release()
-
-    async def reserve(self) -> bool:
-        """Take the first node before it is needed; False if there is none."""
-        self._reserved = await self._move_on() is not None
-        return self._reserved
-
-    def __aiter__(self) -> Seat:
-        return self
-
-    async def __anext__(self) -> Node:
-        if self._reserved:
-            self._reserved = False
-            node = self._node
-        else:
-            node = await self._move_on()
-        if node is None:
-            raise StopAsyncIteration
-        return node
-
-    async def _move_on(self) -> Node | None:
-        self._release()
-        node = self._pool.take(self._kept_on, self._tried)
-        if node is not None:
-            self._tried.add(node)
-            self._node = node
-        return node
-
-    def _release(self) -> None:
-        node, self._node = self._node, None
-        if node is not None:
-            self._pool.give_back(node)

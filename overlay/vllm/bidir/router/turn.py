@@ -28,7 +28,7 @@ from vllm.bidir.router.legs import (
 )
 from vllm.bidir.router.metrics import Metrics
 from vllm.bidir.router.nodes import Node
-from vllm.bidir.router.pool import Pool, Seat
+from vllm.bidir.router.pool import Pool
 from vllm.bidir.router.request import (
     CONVERSATION_HEADER,
     END_HEADER,
@@ -36,6 +36,7 @@ from vllm.bidir.router.request import (
     ends_conversation,
     parse_request,
 )
+from vllm.bidir.router.seat import Seat
 from vllm.bidir.router.stream import StreamFilter, take_params
 
 logger = logging.getLogger("vllm_bidir_router")
@@ -167,14 +168,18 @@ class Turns:
             done = await self._legs.prefill(node, turn.request, params, turn.headers)
         except Unreachable as error:
             self._failed(turn, "prefill", node, type(error).__name__)
+            self._prefill.failed(node)
             return None
         seconds = time.monotonic() - begun
         if isinstance(done, PrefillDone):
             self._note_whether_it_verifies(node, done.params)
             self._metrics.prefill_seconds.observe(seconds)
             logger.info("%s: Prefill done in %.0fms (%s)", turn, seconds * 1000, node.name)
-        elif done.status >= 500:
+        if isinstance(done, Answer) and done.status >= 500:
             self._failed(turn, "prefill", node, str(done.status))
+            self._prefill.failed(node)
+        else:
+            self._prefill.succeeded(node)
         return done
 
     def _note_whether_it_verifies(self, node: Node, params: dict[str, Any] | None) -> None:
@@ -191,6 +196,7 @@ class Turns:
                 upstream = await self._legs.decode(node, turn.request, params, turn.headers)
             except Unreachable as error:
                 self._failed(turn, "decode", node, type(error).__name__)
+                self._decode.failed(node)
                 continue
             streamed = upstream.status == 200 and upstream.content_type == _EVENT_STREAM
             try:
@@ -198,17 +204,21 @@ class Turns:
             except Unreachable as error:
                 upstream.close()
                 self._failed(turn, "decode", node, type(error).__name__)
+                self._decode.failed(node)
                 continue
             except BaseException:
                 # The client has gone: closing is what ends the request on D.
                 upstream.close()
                 raise
             async with upstream:
+                if upstream.status < 500:
+                    self._decode.succeeded(node)
                 if streamed:
                     return await self._stream(http, turn, node, upstream, first)
             if upstream.status < 500:
                 return self._answer(turn, node, upstream, first)
             self._failed(turn, "decode", node, str(upstream.status))
+            self._decode.failed(node)
             refusal = Answer(upstream.status, upstream.content_type, first)
         if refusal is None:
             raise _no_decode_node()
