@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -47,6 +48,20 @@ async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not come true in time"
         await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def another_router(setup: Setup, **options: Any) -> AsyncIterator[Setup]:
+    """A second router in front of the same engines."""
+    router = Router(replace(setup.router.options, **options))
+    server = TestServer(make_app(router), host="127.0.0.1")
+    await server.start_server()
+    try:
+        yield replace(
+            setup, router=router, url=str(server.make_url("/")).rstrip("/"), server=server
+        )
+    finally:
+        await server.close()
 
 
 MakeSetup = Callable[..., Awaitable[Setup]]

@@ -133,7 +133,8 @@ async def test_a_stream_goes_on_where_its_node_is_removed_and_nothing_is_kept(
         await response.prepare(request)
         await response.write(event("first"))
         await may_end.wait()
-        chunk = {"choices": [], "kv_transfer_params": {"remote_block_ids": [[1]]}}
+        told = {"remote_block_ids": [[1]], "remote_engine_id": "slow", "remote_port": 5600}
+        chunk = {"choices": [], "kv_transfer_params": told}
         chunk["kv_transfer_params"] |= old.leases.terms(3)
         await response.write(event(chunk) + event("[DONE]"))
         return response

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from vllm.bidir.router.options import API_KEY_VARIABLE, Address, RouterOptions, parse, parser
+from vllm.bidir.router.security import CLIENT_KEYS_VARIABLE, key_digest
 
 OVERLAY = Path(__file__).resolve().parents[2] / "overlay"
 
@@ -49,6 +50,12 @@ def test_hosts_and_ports_pair_up(plural: str) -> None:
         (["--eject-time", "nan"], "--eject-time must be between"),
         (["--decoder-host", "http://d/v1"], "--decoder-host: 'd/v1' is neither a host name"),
         (["--engine-api-key-file", "/no/such"], "/no/such cannot be read: No such file"),
+        (["--api-key-file", "/no/such"], "/no/such cannot be read: No such file"),
+        (["--tls-key", "/no/such"], "--tls-key needs --tls-cert"),
+        (["--tls-cert", "/no/such"], "--tls-cert and --tls-key cannot be used: No such file"),
+        (["--engine-ca-file", "/no/such"], "--engine-ca-file cannot be used: No such file"),
+        (["--side-channel", "x"], "--side-channel 'x' is not NODE=HOST"),
+        (["--max-header", "1"], "--max-header must be between 256 and"),
     ],
 )
 def test_contradictions_are_refused(
@@ -76,6 +83,44 @@ def test_the_engines_key_comes_from_a_file_or_the_environment(
     options = parse(["--engine-api-key-file", str(path)])
     assert options.engine_api_key == "from-file"
     assert "from-file" not in repr(options)
+
+
+def test_clients_keys_come_from_a_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert parse([]).security.client_keys == frozenset()
+    monkeypatch.setenv(CLIENT_KEYS_VARIABLE, "from-env")
+    assert parse([]).security.client_keys == {key_digest("from-env")}
+    path = tmp_path / "keys"
+    path.write_text("key-1\n\n key-2 \n")
+    options = parse(["--api-key-file", str(path)])
+    assert options.security.client_keys == {key_digest("key-1"), key_digest("key-2")}
+    assert "frozenset" not in repr(options)
+
+
+@pytest.mark.parametrize("text", ["", "\n", "secret key", "secret\x00", "secret \u00fc"])
+def test_a_file_that_holds_no_clients_keys_is_refused_without_showing_it(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "f"
+    path.write_text(text)
+    with pytest.raises(SystemExit):
+        parse(["--api-key-file", str(path)])
+    said = capsys.readouterr().err
+    assert f"--api-key-file {path} must hold keys" in said and "secret" not in said
+
+
+def test_hosts_may_be_ipv6_or_https() -> None:
+    options = parse(["--prefiller-host", "https://p", "--decoder-host", "[::1]"])
+    assert options.prefill == (Address("p", 8100, "https"),)
+    assert options.decode == (Address("::1", 8200),) and str(options.decode[0]) == "[::1]:8200"
+
+
+@pytest.mark.parametrize("host", ["ftp://p", "https://", "a/b", "p:80", ""])
+def test_a_host_that_is_none_is_refused(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--decoder-host", host])
+    assert "--decoder-host" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -11,17 +11,21 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import aiohttp
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from vllm.bidir.router.access import Access
 from vllm.bidir.router.checks import HealthChecks
 from vllm.bidir.router.conversations import Conversations, conversation_key
 from vllm.bidir.router.discovery import Discovery, NodeList
 from vllm.bidir.router.errors import ClientError
+from vllm.bidir.router.headers import to_engine
 from vllm.bidir.router.heartbeat import Heartbeat
+from vllm.bidir.router.http_log import HttpLog
 from vllm.bidir.router.leases import Ended, Leases
 from vllm.bidir.router.legs import Legs, Unreachable
 from vllm.bidir.router.metrics import Metrics
 from vllm.bidir.router.node_metrics import NodeGauges
 from vllm.bidir.router.options import RouterOptions
 from vllm.bidir.router.pool import Pool
+from vllm.bidir.router.side_channels import SideChannels
 from vllm.bidir.router.turn import Turns
 
 logger = logging.getLogger("vllm_bidir_router")
@@ -40,6 +44,7 @@ class Router:
     def __init__(self, options: RouterOptions) -> None:
         self.options = options
         self.metrics = Metrics()
+        self.access = Access(options.security, options.engine_api_key)
         nodes = options.nodes
         self.prefill = Pool(
             "prefill", nodes.limits(nodes.prefill_in_flight), nodes.rules(), self.metrics
@@ -76,7 +81,11 @@ class Router:
     async def lifespan(self, app: web.Application) -> AsyncIterator[None]:
         """Open the client session, watch nodes come up, renew leases; end it all at the end."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.options.connect_timeout)
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+        connector = aiohttp.TCPConnector(
+            limit=0,
+            keepalive_timeout=_KEEP_ALIVE_S,
+            ssl=self.options.security.engine_context(),
+        )
         async with aiohttp.ClientSession(
             connector=connector,
             timeout=timeout,
@@ -85,7 +94,13 @@ class Router:
         ) as session:
             self._legs = Legs(session)
             self._turns = Turns(
-                self._legs, self.prefill, self.decode, self.conversations, self.metrics
+                self._legs,
+                self.prefill,
+                self.decode,
+                self.conversations,
+                self.metrics,
+                self.access,
+                SideChannels(self.options.security.side_channels),
             )
             heartbeat = Heartbeat(
                 self._legs,
@@ -114,7 +129,7 @@ class Router:
     async def models(self, http: web.Request) -> web.StreamResponse:
         """The models of the first decode node that answers."""
         assert self._legs is not None  # set before the server listens
-        headers = {k: v for k, v in http.headers.items() if k == "Authorization"}
+        headers = to_engine(http.headers, self.access.authorization(http.headers))
         for node in self.decode.candidates():
             try:
                 answer = await self._legs.get(node, http.path, headers)
@@ -127,7 +142,7 @@ class Router:
 
     async def end_conversation(self, http: web.Request) -> web.StreamResponse:
         """Forget a conversation of this tenant and give its lease back."""
-        tenant = http.headers.get("Authorization", "")
+        tenant = self.access.tenant(http.headers)
         if not self.conversations.forget(
             conversation_key(tenant, http.match_info["id"]), Ended.DELETED
         ):
@@ -168,12 +183,27 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except web.HTTPMethodNotAllowed as error:
         allowed = ", ".join(sorted(error.allowed_methods))
         return ClientError(405, f"Use {allowed} for {request.path[:200]}.").response()
+    except web.RequestPayloadError:
+        return ClientError(400, "The body is not what its headers say.").response()
+    except web.HTTPException:
+        raise
+    except Exception:
+        if request.writer.output_size > 0:
+            raise  # the server cuts the connection: nothing else can be said any more
+        logger.exception("%s: a fault of the router", request.path[:200])
+        return ClientError(500, "The router has failed; its log says why.").response()
 
 
 def make_app(router: Router) -> web.Application:
     """The aiohttp application of a router."""
     app = web.Application(
-        middlewares=[openai_errors], client_max_size=router.options.max_body, logger=logger
+        middlewares=[openai_errors, router.access.guard],
+        client_max_size=router.options.max_body,
+        handler_args={
+            "logger": HttpLog(logger),
+            "max_field_size": router.options.security.max_header,
+            "max_line_size": router.options.security.max_header,
+        },
     )
     app.cleanup_ctx.append(router.lifespan)
     for path in GENERATION:

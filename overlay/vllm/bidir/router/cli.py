@@ -53,4 +53,5 @@ def _serve(options: RouterOptions) -> None:
         access_log=None,
         handler_cancellation=True,
         shutdown_timeout=10.0,
+        ssl_context=options.security.server_context(),
     )

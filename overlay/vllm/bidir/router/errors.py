@@ -6,6 +6,12 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
+_HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    429: {"Retry-After": "1"},
+    503: {"Retry-After": "1"},
+}
+
 
 class ClientError(Exception):
     """The router answers `status` with this message instead of serving the request."""
@@ -17,7 +23,7 @@ class ClientError(Exception):
         self.param = param
 
     def response(self) -> web.Response:
-        headers = {"Retry-After": "1"} if self.status in (429, 503) else None
+        headers = _HEADERS.get(self.status)
         return web.Response(
             status=self.status,
             body=error_body(self.status, self.message, self.param),

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 import msgspec
 from vllm.bidir.reasons import Reason
+from vllm.bidir.router.headers import to_client
 from vllm.bidir.router.nodes import Node
 from vllm.bidir.router.request import TurnRequest
 from vllm.bidir.router.stream import take_params
@@ -35,11 +36,12 @@ class Answer:
     status: int
     content_type: str
     body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class PrefillDone:
-    """P has the prompt's KV. `params` tell D where, None if P is no NIXL node."""
+    """P has the prompt's KV. `params` tell D where, as P says it; None if P is no NIXL node."""
 
     params: dict[str, Any] | None
 
@@ -60,9 +62,10 @@ class Legs:
         ) as upstream:
             whole = await upstream.read()
             if upstream.status != 200:
-                return Answer(upstream.status, upstream.content_type, whole)
+                sent = to_client(upstream.headers)
+                return Answer(upstream.status, upstream.content_type, whole, sent)
         _, found = take_params(whole)
-        return PrefillDone(at_node(found, node))
+        return PrefillDone(found)
 
     async def decode(
         self,
@@ -94,15 +97,6 @@ class Legs:
             allow_redirects=False,
         ) as upstream:
             return Answer(upstream.status, upstream.content_type, await upstream.read())
-
-
-def at_node(params: dict[str, Any] | None, node: Node) -> dict[str, Any] | None:
-    """A node's params with the host under which the router reaches that node.
-
-    Nodes name `localhost` unless told otherwise, and an answer must not send a reader to any
-    other host than the one that gave it.
-    """
-    return None if params is None else {**params, "remote_host": node.address.host}
 
 
 def read_back(params: dict[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,12 @@ class Metrics:
             "Turns whose kept KV was not offered, because the prefill node does not verify it.",
             registry=self.registry,
         )
+        self._params_dropped = Counter(
+            "bidir_router_params_dropped",
+            "kv_transfer_params of a node that name another side channel than its own, by leg.",
+            ["leg"],
+            registry=self.registry,
+        )
         self.prefill_seconds = Histogram(
             "bidir_router_prefill_seconds",
             "Prefill leg, from sending the request to P's answer.",
@@ -124,6 +130,9 @@ class Metrics:
 
     def withheld(self) -> None:
         self._withheld.inc()
+
+    def params_dropped(self, leg: str) -> None:
+        self._params_dropped.labels(leg).inc()
 
     def failure(self, leg: str, kind: str) -> None:
         self._failures.labels(leg, kind).inc()

@@ -70,8 +70,8 @@ def add_node_arguments(made: argparse.ArgumentParser) -> None:
             dest=f"{role}_hosts",
             nargs="+",
             metavar="HOST",
-            help=f"hosts of the {letter} nodes; dns:NAME is one node for each address of a name; "
-            "default localhost",
+            help=f"hosts of the {letter} nodes; https://HOST for TLS; dns:NAME is one node for each "
+            "address of a name; default localhost",
         )
         made.add_argument(
             f"--{role}-port",

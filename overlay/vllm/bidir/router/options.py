@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from vllm.bidir.router import security
 from vllm.bidir.router.address import Address as Address
 from vllm.bidir.router.node_options import NodeOptions, add_node_arguments, node_options
+from vllm.bidir.router.security import Security
 
 API_KEY_VARIABLE = "VLLM_BIDIR_ENGINE_API_KEY"
 
@@ -44,6 +46,7 @@ class RouterOptions:
     connect_timeout: float = 5.0
     engine_api_key: str | None = field(default=None, repr=False)
     nodes: NodeOptions = field(default_factory=NodeOptions)
+    security: Security = field(default_factory=Security)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -96,9 +99,11 @@ def parser() -> argparse.ArgumentParser:
         "--engine-api-key-file",
         type=Path,
         metavar="PATH",
-        help="a file that holds the decode nodes' --api-key, for renewing and releasing leases; "
+        help="a file that holds the engines' --api-key, for renewing and releasing leases, and see "
+        "--engine-authorization; "
         f"default: the environment variable {API_KEY_VARIABLE}, else no key",
     )
+    security.add_arguments(made)
     return made
 
 
@@ -120,6 +125,7 @@ def parse(argv: Sequence[str] | None = None) -> RouterOptions:
         max_body=_in_range(made, "--max-body", args.max_body, 1, 1 << 40),
         engine_api_key=_api_key(made, args.engine_api_key_file),
         nodes=nodes,
+        security=security.from_args(made, args),
     )
 
 
@@ -132,7 +138,7 @@ def _in_range(
 
 
 def _api_key(made: argparse.ArgumentParser, path: Path | None) -> str | None:
-    """The decode nodes' key; what it is never appears in a message."""
+    """The engines' key; what it is never appears in a message."""
     if path is None:
         source, text = API_KEY_VARIABLE, os.environ.get(API_KEY_VARIABLE, "")
         if not text:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 from vllm.bidir.reasons import Reason
+from vllm.bidir.router.client_params import refuse_params
 from vllm.bidir.router.errors import ClientError
 
 CONVERSATION_HEADER = "X-Session-ID"
@@ -82,13 +83,8 @@ def parse_request(path: str, body: bytes, session: str | None) -> TurnRequest:
     stream = _value(fields, "stream")
     if stream is not None and not isinstance(stream, bool):
         raise ClientError(400, "`stream` must be true or false.", "stream")
-    if _value(fields, PARAMS) is not None:
-        # They name hosts and memory, and are the router's alone to attach.
-        raise ClientError(400, f"`{PARAMS}` cannot be set by a client.", PARAMS)
+    refuse_params(body)
     fields.pop(PARAMS, None)
-    extra = _value(fields, "vllm_xargs")
-    if isinstance(extra, dict) and PARAMS in extra:
-        raise ClientError(400, f"`{PARAMS}` cannot be set by a client.", "vllm_xargs")
     conversation = _conversation(fields, session)
     return TurnRequest(path, fields, bool(stream), conversation, bypass_reason(fields))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,15 +12,16 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 from vllm.bidir.reasons import Reason
+from vllm.bidir.router.access import Access
 from vllm.bidir.router.conversations import Conversations, KeptTurn, Key, conversation_key
 from vllm.bidir.router.errors import ClientError, error_event
+from vllm.bidir.router.headers import REQUEST_ID, request_id, to_client, to_engine
 from vllm.bidir.router.legs import (
     FIRST_TURN,
     Answer,
     Legs,
     PrefillDone,
     Unreachable,
-    at_node,
     holds_blocks,
     read_back,
     why_nothing,
@@ -37,13 +37,12 @@ from vllm.bidir.router.request import (
     parse_request,
 )
 from vllm.bidir.router.seat import Seat
+from vllm.bidir.router.side_channels import SideChannels
 from vllm.bidir.router.stream import StreamFilter, take_params
 
 logger = logging.getLogger("vllm_bidir_router")
 
-_FORWARDED = ("Authorization", "traceparent", "tracestate")
 _EVENT_STREAM = "text/event-stream"
-_MAX_REQUEST_ID = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,12 +75,16 @@ class Turns:
         decode: Pool,
         conversations: Conversations,
         metrics: Metrics,
+        access: Access,
+        side_channels: SideChannels,
     ) -> None:
         self._legs = legs
         self._prefill = prefill
         self._decode = decode
         self._conversations = conversations
         self._metrics = metrics
+        self._access = access
+        self._side_channels = side_channels
 
     async def serve(self, http: web.Request) -> web.StreamResponse:
         """Answer one client; ClientError is the caller's to turn into a response."""
@@ -108,20 +111,18 @@ class Turns:
 
     def _identify(self, http: web.Request, request: TurnRequest) -> Turn:
         last = ends_conversation(http.headers.get(END_HEADER))
-        given = http.headers.get("X-Request-Id", "")
-        usable = 0 < len(given) <= _MAX_REQUEST_ID and given.isascii() and given.isprintable()
-        request_id = given if usable else str(uuid.uuid4())
-        headers = {name: http.headers[name] for name in _FORWARDED if name in http.headers}
-        headers |= {"X-Request-Id": request_id, "Content-Type": "application/json"}
+        named = request_id(http.headers)
+        headers = to_engine(http.headers, self._access.authorization(http.headers))
+        headers |= {REQUEST_ID: named, "Content-Type": "application/json"}
         key, kept, reason = None, None, Reason.NO_CONVERSATION
         if request.conversation is not None:
-            key = conversation_key(headers.get("Authorization", ""), request.conversation)
+            key = conversation_key(self._access.tenant(http.headers), request.conversation)
             found = self._conversations.get(key)
             if isinstance(found, KeptTurn):
                 kept = found
             else:
                 reason = found
-        turn = Turn(request, headers, request_id, key, kept, last)
+        turn = Turn(request, headers, named, key, kept, last)
         if request.bypass is None:
             if kept is not None:
                 self._metrics.hit()
@@ -173,6 +174,7 @@ class Turns:
         seconds = time.monotonic() - begun
         if isinstance(done, PrefillDone):
             self._note_whether_it_verifies(node, done.params)
+            done = PrefillDone(self._admit(turn, "prefill", node, done.params))
             self._metrics.prefill_seconds.observe(seconds)
             logger.info("%s: Prefill done in %.0fms (%s)", turn, seconds * 1000, node.name)
         if isinstance(done, Answer) and done.status >= 500:
@@ -219,7 +221,8 @@ class Turns:
                 return self._answer(turn, node, upstream, first)
             self._failed(turn, "decode", node, str(upstream.status))
             self._decode.failed(node)
-            refusal = Answer(upstream.status, upstream.content_type, first)
+            sent = to_client(upstream.headers)
+            refusal = Answer(upstream.status, upstream.content_type, first, sent)
         if refusal is None:
             raise _no_decode_node()
         return _whole(refusal, turn)
@@ -230,7 +233,8 @@ class Turns:
         body, found = take_params(whole)
         if upstream.status == 200:
             self._keep(turn, node, found)
-        return _whole(Answer(upstream.status, upstream.content_type, body), turn)
+        sent = to_client(upstream.headers)
+        return _whole(Answer(upstream.status, upstream.content_type, body, sent), turn)
 
     async def _stream(
         self,
@@ -278,7 +282,7 @@ class Turns:
 
     def _keep(self, turn: Turn, node: Node, params: dict[str, Any] | None) -> None:
         """Remember what D has kept of a turn that it has answered, or that it has kept nothing."""
-        kept = at_node(params, node)
+        kept = self._admit(turn, "decode", node, params)
         key = turn.key
         if key is not None and not self._conversations.goes_on(key, turn):
             key = None  # forgotten while this turn ran
@@ -291,6 +295,19 @@ class Turns:
         else:
             self._conversations.put_nothing(key, why_nothing(params))
 
+    def _admit(
+        self, turn: Turn, leg: str, node: Node, params: dict[str, Any] | None
+    ) -> dict[str, Any] | None:
+        """A node's params, unless they name another side channel than that node's own."""
+        if params is None:
+            return None
+        admitted = self._side_channels.admit(params, node.name, node.address.host)
+        if admitted is None:
+            self._metrics.params_dropped(leg)
+            # Not what they name: it may be anything.
+            logger.warning("%s: %s %s names another side channel; dropped", turn, leg, node.name)
+        return admitted
+
     def _failed(self, turn: Turn, leg: str, node: Node, kind: str) -> None:
         self._metrics.failure(leg, kind)
         logger.warning("%s: %s leg failed on %s: %s", turn, leg, node.name, kind)
@@ -301,7 +318,7 @@ def _no_decode_node() -> ClientError:
 
 
 def _headers(turn: Turn) -> dict[str, str]:
-    return {"X-Request-Id": turn.request_id}
+    return {REQUEST_ID: turn.request_id}
 
 
 def _whole(answer: Answer, turn: Turn) -> web.Response:
@@ -309,5 +326,5 @@ def _whole(answer: Answer, turn: Turn) -> web.Response:
         status=answer.status,
         body=answer.body,
         content_type=answer.content_type,
-        headers=_headers(turn),
+        headers={**answer.headers, **_headers(turn)},
     )

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options for keys, tenants, TLS, header size and side channels."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vllm.bidir.router.side_channels import SideChannel, parse_side_channel
+
+CLIENT_KEYS_VARIABLE = "VLLM_BIDIR_ROUTER_API_KEY"
+FORWARD, REPLACE = "forward", "replace"
+
+
+@dataclass(frozen=True)
+class Security:
+    """`client_keys` are SHA-256 digests; none: everybody may. `tls`: certificate and its key."""
+
+    client_keys: frozenset[bytes] = field(default=frozenset(), repr=False)
+    engine_authorization: str | None = None
+    tenant_header: bool = False
+    tls: tuple[Path, Path] | None = None
+    engine_ca: Path | None = None
+    # As aiohttp has it.
+    max_header: int = 8190
+    side_channels: Mapping[str, SideChannel] = field(default_factory=dict)
+
+    def replaces_authorization(self, engine_key: str | None) -> bool:
+        """Whether engines are shown their own key rather than the client's."""
+        if self.engine_authorization is None:
+            return bool(self.client_keys) and engine_key is not None
+        return self.engine_authorization == REPLACE
+
+    def server_context(self) -> ssl.SSLContext | None:
+        """TLS towards clients, None for plain HTTP. OSError if the files are of no use."""
+        if self.tls is None:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(*self.tls)
+        return context
+
+    def engine_context(self) -> ssl.SSLContext | bool:
+        """TLS towards engines with an https address; True: the system's CAs. OSError as above."""
+        if self.engine_ca is None:
+            return True
+        return ssl.create_default_context(cafile=self.engine_ca)
+
+
+def add_arguments(made: argparse.ArgumentParser) -> None:
+    """The options of this module in a group of their own."""
+    defaults = Security()
+    group = made.add_argument_group("safety")
+    group.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="PATH",
+        help="a file with the keys that clients must show, one a line; default: those in the "
+        f"environment variable {CLIENT_KEYS_VARIABLE}, else everybody may",
+    )
+    group.add_argument(
+        "--engine-authorization",
+        choices=(FORWARD, REPLACE),
+        help="what engines get: forward the client's Authorization, or replace it with "
+        "--engine-api-key-file's key (nothing without one); default: replace if both clients' and "
+        "engines' keys are given, else forward",
+    )
+    group.add_argument(
+        "--tenant-header",
+        action="store_true",
+        help="keep conversations apart by X-Tenant-ID, where a trusted gateway sets it; "
+        "default: by Authorization",
+    )
+    group.add_argument(
+        "--max-header",
+        type=int,
+        default=defaults.max_header,
+        metavar="BYTES",
+        help=f"refuse requests with a longer header field or URL; default {defaults.max_header}",
+    )
+    group.add_argument(
+        "--tls-cert",
+        type=Path,
+        metavar="PATH",
+        help="serve HTTPS with this certificate chain (PEM); default: HTTP",
+    )
+    group.add_argument(
+        "--tls-key", type=Path, metavar="PATH", help="its private key; default: in --tls-cert"
+    )
+    group.add_argument(
+        "--engine-ca-file",
+        type=Path,
+        metavar="PATH",
+        help="the CA certificates (PEM) of engines whose hosts are given as https://HOST; "
+        "default: the system's",
+    )
+    group.add_argument(
+        "--side-channel",
+        dest="side_channels",
+        action="append",
+        default=[],
+        metavar="NODE=HOST[:PORT[-PORT]]",
+        help="where other nodes reach the NIXL side channel of NODE (host:port of its HTTP server) "
+        "and which ports it may name, one for each data-parallel rank; may be repeated; "
+        "default: NODE's own host, and the ports that its engines named first",
+    )
+
+
+def from_args(made: argparse.ArgumentParser, args: argparse.Namespace) -> Security:
+    """What was given; argparse ends the process on a contradiction (exit 2)."""
+    if args.tls_key is not None and args.tls_cert is None:
+        made.error("--tls-key needs --tls-cert")
+    if not 256 <= args.max_header <= 1 << 20:
+        made.error(f"--max-header must be between 256 and {1 << 20}, not {args.max_header}")
+    try:
+        side_channels = dict(map(parse_side_channel, args.side_channels))
+    except ValueError as error:
+        made.error(f"--side-channel {error}")
+    security = Security(
+        client_keys=_client_keys(made, args.api_key_file),
+        engine_authorization=args.engine_authorization,
+        tenant_header=args.tenant_header,
+        tls=None if args.tls_cert is None else (args.tls_cert, args.tls_key or args.tls_cert),
+        engine_ca=args.engine_ca_file,
+        max_header=args.max_header,
+        side_channels=side_channels,
+    )
+    for flag, load in (
+        ("--tls-cert and --tls-key", security.server_context),
+        ("--engine-ca-file", security.engine_context),
+    ):
+        try:
+            load()
+        except OSError as error:
+            made.error(f"{flag} cannot be used: {error.strerror or error}")
+    return security
+
+
+def key_digest(key: str) -> bytes:
+    """How a client's key is kept."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _client_keys(made: argparse.ArgumentParser, path: Path | None) -> frozenset[bytes]:
+    """Digests of the clients' keys; what they are never appears in a message."""
+    if path is None:
+        source, text = CLIENT_KEYS_VARIABLE, os.environ.get(CLIENT_KEYS_VARIABLE, "")
+        if not text:
+            return frozenset()
+    else:
+        source = f"--api-key-file {path}"
+        try:
+            text = path.read_text("utf-8")
+        except OSError as error:
+            made.error(f"{source} cannot be read: {error.strerror}")
+        except UnicodeDecodeError:
+            made.error(f"{source} is not text")
+    keys = [line.strip() for line in text.splitlines() if line.strip()]
+    if not keys or not all(_usable(key) for key in keys):
+        made.error(f"{source} must hold keys: printable ASCII without spaces, one a line")
+    return frozenset(map(key_digest, keys))
+
+
+def _usable(key: str) -> bool:
+    return key.isascii() and key.isprintable() and " " not in key

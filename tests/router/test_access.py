@@ -1,0 +1,338 @@
+"""Keys, tenants, headers, TLS, and what a client may not send."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import ssl
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from vllm.bidir.router.app import Router, make_app
+from vllm.bidir.router.security import Security, key_digest
+
+from tests.router.conftest import BODY, MakeSetup, Setup, another_router
+from tests.router.fake_engine import FakeEngine
+from tests.router.tls import make_certificate
+
+KEYS = Security(client_keys=frozenset(map(key_digest, ("one", "two"))))
+PARAMS = {"remote_host": "evil"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"kv_transfer_params": PARAMS},
+        {"ec_transfer_params": PARAMS},
+        {"vllm_xargs": {"kv_transfer_params": "x"}},
+        {"extra_body": {"kv_transfer_params": PARAMS}},
+        {"messages": [{"role": "user", "content": "x", "kv_transfer_params": PARAMS}]},
+        {"messages": [{"role": "user", "content": [{"a": {"kv_transfer_params": PARAMS}}]}]},
+        {"input": [{"role": "user", "content": "x", "kv_transfer_params": PARAMS}]},
+    ],
+)
+async def test_params_of_a_client_are_refused_wherever_they_stand(
+    setup: Setup, body: dict[str, Any]
+) -> None:
+    plain = json.dumps({**BODY, **body})
+    for text in (plain, plain.replace("transfer", "t\\u0072ansfer"), plain.replace(":", " : ")):
+        async with setup.client.post(setup.url + "/v1/chat/completions", data=text) as response:
+            assert response.status == 400
+            assert "transfer_params" in (await response.json())["error"]["param"]
+    assert setup.prefill[0].asked == setup.decode[0].asked == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": 'set "kv_transfer_params": {} \\u006b'},
+        {"kv_transfer_params": None},
+        {"messages": [{"role": "user", "content": "kv_transfer_params"}]},
+        {"tools": [{"input_schema": {"properties": {"kv_transfer_params": {}}}}]},
+        {"messages": [{"content": [{"type": "tool_use", "input": {"kv_transfer_params": 1}}]}]},
+        {"response_format": {"json_schema": {"kv_transfer_params": {}}}},
+    ],
+)
+async def test_text_tools_and_schemas_may_speak_of_params(
+    setup: Setup, fields: dict[str, Any]
+) -> None:
+    assert (await setup.ask(**fields))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Authorization": "Bearer one"}, 200),
+        ({"Authorization": "bearer two"}, 200),
+        ({"X-API-Key": "two"}, 200),
+        ({}, 401),
+        ({"Authorization": "Bearer "}, 401),
+        ({"Authorization": "Bearer three"}, 401),
+        ({"Authorization": "Basic one"}, 401),
+        ({"Authorization": "one"}, 401),
+        ({"Authorization": "Bearer \u00fc"}, 401),
+        ({"Authorization": "Bearer three", "X-API-Key": "one"}, 401),
+    ],
+)
+async def test_only_who_has_a_key_may_ask(
+    make_setup: MakeSetup, headers: dict[str, str], status: int
+) -> None:
+    setup = await make_setup(security=KEYS)
+    got, body = await setup.ask(headers=headers)
+    assert got == status
+    if status == 401:
+        assert json.loads(body)["error"]["code"] == 401
+        assert setup.prefill[0].asked == setup.decode[0].asked == []
+
+
+async def test_probes_and_scrapers_need_no_key_and_all_else_does(make_setup: MakeSetup) -> None:
+    setup = await make_setup(security=KEYS)
+    for path, status in (("/health", 200), ("/metrics", 200), ("/v1/models", 401), ("/x", 401)):
+        async with setup.client.get(setup.url + path) as response:
+            assert response.status == status
+    async with setup.client.delete(setup.url + "/conversations/c") as response:
+        assert response.status == 401
+
+
+async def test_every_key_is_compared_in_constant_time(
+    make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = await make_setup(security=KEYS)
+    compare, calls = hmac.compare_digest, 0
+
+    def counted(a: bytes, b: bytes) -> bool:
+        nonlocal calls
+        calls += 1
+        return compare(a, b)
+
+    monkeypatch.setattr("hmac.compare_digest", counted)
+    for key in ("one", "two", "three"):
+        await setup.ask(headers={"Authorization": f"Bearer {key}"})
+    assert calls == 6
+
+
+@pytest.mark.parametrize(
+    ("security", "engine_key", "seen"),
+    [
+        (Security(), None, "Bearer one"),
+        (Security(), "e", "Bearer one"),
+        (KEYS, None, "Bearer one"),
+        (KEYS, "e", "Bearer e"),
+        (replace(KEYS, engine_authorization="forward"), "e", "Bearer one"),
+        (Security(engine_authorization="replace"), "e", "Bearer e"),
+        (Security(engine_authorization="replace"), None, None),
+    ],
+)
+@pytest.mark.parametrize("header", ["Authorization", "X-API-Key"])
+async def test_engines_get_the_clients_key_or_their_own(
+    make_setup: MakeSetup,
+    security: Security,
+    engine_key: str | None,
+    seen: str | None,
+    header: str,
+) -> None:
+    setup = await make_setup(security=security, engine_api_key=engine_key)
+    value = "Bearer one" if header == "Authorization" else "one"
+    assert (await setup.ask(headers={header: value}))[0] == 200
+    for engine in (*setup.prefill, *setup.decode):
+        assert engine.headers[0].get("Authorization") == seen
+        assert "X-API-Key" not in engine.headers[0]
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+async def test_conversations_are_kept_apart_by_the_tenant_header_only_where_it_is_trusted(
+    make_setup: MakeSetup, trusted: bool
+) -> None:
+    setup = await make_setup(security=Security(tenant_header=trusted))
+    asked = (("k1", "t"), ("k2", "t"), ("k1", "u"), ("k2", "t"))
+    for key, tenant in asked:
+        headers = {"Authorization": key, "X-Tenant-ID": tenant}
+        assert (await setup.ask(conversation_id="c", headers=headers))[0] == 200
+    offered = [
+        bool(one["kv_transfer_params"]["remote_block_ids"]) for one in setup.prefill[0].asked
+    ]
+    assert offered == ([False, True, False, True] if trusted else [False, False, True, True])
+
+
+async def test_a_key_is_no_tenant_and_a_tenant_no_key(make_setup: MakeSetup) -> None:
+    setup = await make_setup(security=Security(tenant_header=True))
+    for headers in ({"Authorization": "t"}, {"X-Tenant-ID": "t"}):
+        await setup.ask(conversation_id="c", headers=headers)
+    assert len(setup.router.conversations) == 2
+
+
+async def test_a_tenant_that_is_none_is_refused(make_setup: MakeSetup) -> None:
+    setup = await make_setup(security=Security(tenant_header=True))
+    for tenant in ("", "x" * 513):
+        status, body = await setup.ask(conversation_id="c", headers={"X-Tenant-ID": tenant})
+        assert status == 400 and json.loads(body)["error"]["param"] == "X-Tenant-ID"
+
+
+async def test_only_named_headers_cross_the_router(setup: Setup) -> None:
+    kept = {
+        "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        "tracestate": "a=b",
+        "baggage": "c=d",
+        "X-Request-Id": "abc",
+        "X-Vllm-Priority": "3",
+    }
+    dropped = {
+        "Connection": "keep-alive, X-Hop",
+        "X-Hop": "1",
+        "TE": "trailers",
+        "Proxy-Authorization": "Basic x",
+        "Cookie": "a=b",
+        "X-data-parallel-rank": "1",
+        "Forwarded": "for=x",
+    }
+    assert (await setup.ask(headers={**kept, **dropped}))[0] == 200
+    for engine in (*setup.prefill, *setup.decode):
+        got = engine.headers[0]
+        assert {name: got[name] for name in kept} == kept
+        assert not [name for name in dropped if name != "Connection" and name in got]
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_a_refusal_says_when_to_try_again(setup: Setup, leg: str) -> None:
+    async def busy(request: web.Request, body: dict[str, Any]) -> web.Response:
+        headers = {"Retry-After": "7", "Set-Cookie": "a=b", "Keep-Alive": "x"}
+        return web.json_response({"error": {}}, status=429, headers=headers)
+
+    getattr(setup, leg)[0].script = busy
+    async with setup.client.post(setup.url + "/v1/completions", json=BODY) as response:
+        assert response.status == 429 and response.headers["Retry-After"] == "7"
+        assert not {"Set-Cookie", "Keep-Alive"} & set(response.headers)
+        assert response.headers["X-Request-Id"]
+
+
+async def send(setup: Setup, raw: bytes) -> bytes:
+    """What comes back for these very bytes, until the router ends the connection."""
+    assert setup.server.port is not None
+    reader, writer = await asyncio.open_connection("127.0.0.1", setup.server.port)
+    try:
+        writer.write(raw)
+        await writer.drain()
+        return await asyncio.wait_for(reader.read(), 5)
+    finally:
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x16\x03\x01secret\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + b"secret" * 200 + b"\r\n\r\n",
+        b"GET /" + b"secret" * 200 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nsecret header: 1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: secret\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\nsecret",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
+        b"Connection: close\r\n\r\nsecret\r\n\r\n",
+    ],
+)
+async def test_malformed_http_is_a_400_of_which_the_log_shows_nothing(
+    make_setup: MakeSetup, raw: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    setup = await make_setup(security=Security(max_header=1000))
+    status = (await send(setup, raw)).split(b"\r\n")[0]
+    assert status in (b"HTTP/1.0 400 Bad Request", b"HTTP/1.1 400 Bad Request"), status
+    assert "secret" not in caplog.text
+    assert (await setup.ask())[0] == 200
+
+
+async def test_a_fault_of_the_router_is_a_500_in_openais_shape(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.bidir.router.turn.parse_request", lambda *args: 1 / 0)
+    status, body = await setup.ask()
+    assert status == 500 and json.loads(body)["error"]["type"] == "server_error"
+
+
+async def test_no_key_prompt_id_or_params_are_ever_logged(
+    make_setup: MakeSetup, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the finest level, for what goes well and for what fails in every way."""
+    caplog.set_level(logging.DEBUG)
+    setup = await make_setup(
+        security=Security(client_keys=frozenset((key_digest("SECRET-key"),))),
+        engine_api_key="SECRET-engine-key",
+    )
+    headers = {"Authorization": "Bearer SECRET-key", "X-Tenant-ID": "SECRET-tenant"}
+    text = "SECRET prompt"
+
+    async def refuses(request: web.Request, body: dict[str, Any]) -> web.Response:
+        return web.json_response({"error": {"message": f"SECRET {body}"}}, status=500)
+
+    async def garbage(request: web.Request, body: dict[str, Any]) -> web.Response:
+        return web.Response(body=b'{"kv_transfer_params": {"remote_port": "SECRET"}, "x": [')
+
+    async def elsewhere(request: web.Request, body: dict[str, Any]) -> web.Response:
+        params = {"remote_host": "SECRET", "remote_port": 7, "remote_engine_id": "SECRET"}
+        return web.json_response({"choices": [], "kv_transfer_params": params})
+
+    async def all_ways() -> None:
+        for stream in (True, False):
+            fields = {"conversation_id": "SECRET-conversation", "prompt": text, "stream": stream}
+            await setup.ask(headers=headers, **fields)
+            await setup.ask(headers=headers, **{**fields, "n": 2})
+            await setup.ask(headers=headers, **{**fields, "conversation_id": "SECRET" * 1000})
+            await setup.ask(headers=headers, **{**fields, "stream": "SECRET"})
+            await setup.ask(headers=headers, kv_transfer_params={"remote_host": "SECRET"})
+            await setup.ask(headers={"Authorization": "Bearer SECRET-other"}, prompt=text)
+
+    await all_ways()
+    for engine in (setup.prefill[0], setup.decode[0]):
+        for script in (refuses, garbage, elsewhere):
+            engine.script = script
+            await all_ways()
+        engine.script = None
+    await send(setup, b"GET / HTTP/1.1\r\nSECRET: a\r\nX: " + b"SECRET" * 9999 + b"\r\n\r\n")
+    await setup.decode[0].stop()
+    await all_ways()
+    await setup.prefill[0].stop()
+    await all_ways()
+    assert "cache MISS" in caplog.text and "leg failed" in caplog.text
+    ours = [record for record in caplog.records if not record.name.startswith("asyncio")]
+    assert not [record for record in ours if "SECRET" in logging.Formatter().format(record)]
+
+
+async def test_clients_and_engines_may_speak_tls(setup: Setup, tmp_path: Path) -> None:
+    cert, key = make_certificate(tmp_path)
+    security = Security(tls=(cert, key), engine_ca=cert)
+    context = security.server_context()
+    engine = FakeEngine("decode")
+    app = web.Application()
+    app.router.add_post("/v1/completions", engine._generate)
+    node = TestServer(app, host="127.0.0.1")
+    await node.start_server(ssl=context)
+    assert node.port is not None
+    address = replace(setup.decode[0].address, port=node.port, scheme="https")
+    options = replace(setup.router.options, decode=(address,), security=security)
+    server = TestServer(make_app(Router(options)), host="127.0.0.1")
+    await server.start_server(ssl=context)
+    trusting = ssl.create_default_context(cafile=cert)
+    url = f"https://127.0.0.1:{server.port}/v1/completions"
+    try:
+        async with setup.client.post(url, json=BODY, ssl=trusting) as response:
+            assert response.status == 200
+        with pytest.raises(aiohttp.ClientConnectorCertificateError):
+            await setup.client.post(url, json=BODY)
+        distrusts = replace(security, engine_ca=None)
+        async with another_router(setup, decode=(address,), security=distrusts) as other:
+            assert (await other.ask())[0] == 503
+    finally:
+        await server.close()
+        await node.close()
+    assert len(engine.asked) == 1

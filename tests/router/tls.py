@@ -1,0 +1,29 @@
+"""A certificate of its own for 127.0.0.1, for as long as a test runs."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """A self-signed certificate and its key."""
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
+            *(
+                "-nodes",
+                "-days",
+                "1",
+                "-subj",
+                "/CN=test",
+                "-addext",
+                "subjectAltName=IP:127.0.0.1",
+            ),
+            *("-keyout", str(key), "-out", str(cert)),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return cert, key
