@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
-from tools.cluster.engine import Engine
 from tools.cluster.errors import ClusterError
 from tools.cluster.ports import PortReservations
 from tools.cluster.process import ManagedProcess
@@ -22,6 +22,15 @@ START_TIMEOUT_S = 60.0
 # Above the 10 s that the router itself gives the turns under way when it is asked to stop.
 GRACE_S = 15.0
 _HOST = "127.0.0.1"
+
+
+class Serving(Protocol):
+    """What a router stands in front of: an engine, or what answers like one."""
+
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
 
 
 class RouterProcess:
@@ -55,8 +64,8 @@ class RouterProcess:
 
 @contextmanager
 def router(
-    prefill: Sequence[Engine],
-    decode: Sequence[Engine],
+    prefill: Sequence[Serving],
+    decode: Sequence[Serving],
     log_folder: Path,
     *,
     args: Sequence[str] = (),
@@ -98,8 +107,8 @@ def router(
 def router_command(
     python: Path,
     port: int,
-    prefill: Sequence[Engine],
-    decode: Sequence[Engine],
+    prefill: Sequence[Serving],
+    decode: Sequence[Serving],
     args: Sequence[str] = (),
 ) -> list[str]:
     """The command line. It is what the script ``vllm-bidir-router`` runs, found by interpreter."""

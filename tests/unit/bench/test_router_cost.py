@@ -1,0 +1,247 @@
+"""The router's benchmark: what its engines send, what its client checks, what its table says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.bench.errors import BenchError
+from tools.bench.router.arguments import parse
+from tools.bench.router.client import Connection as ClientConnection
+from tools.bench.router.client import Reply, unchunked
+from tools.bench.router.engines import Connection, Engines
+from tools.bench.router.figures import Memory, Sample, as_json, quantile, verdicts
+from tools.bench.router.load import BothLegs, Load, check, measure
+from tools.bench.router.script import decode_params, encoded, request_body
+from tools.bench.router.table import report
+
+ROOT = Path(__file__).resolve().parents[3]
+CHUNKS = 4
+
+
+async def one_turn(interval_ms: float = 0.0, lease_s: float | None = None) -> Reply:
+    """A turn of a client that makes both calls itself, over engines in this process."""
+    engines, loop = Engines(100, lease_s), asyncio.get_running_loop()
+    async with (
+        await loop.create_server(lambda: Connection(engines.prefill), "127.0.0.1", 0) as prefill,
+        await loop.create_server(lambda: Connection(engines.decode), "127.0.0.1", 0) as decode,
+    ):
+        ports = [server.sockets[0].getsockname()[1] for server in (prefill, decode)]
+        client = BothLegs(*ports)
+        reply = await client(request_body("c", CHUNKS, interval_ms, 100))
+        client.close()
+    return reply
+
+
+async def test_d_streams_as_many_events_as_are_asked_for_and_says_what_it_keeps() -> None:
+    reply = await one_turn(lease_s=60.0)
+    check(reply, CHUNKS)
+    events = unchunked(reply.body).split(b"\n\n")
+    chunks = [json.loads(one[len(b"data: ") :]) for one in events[:-2]]
+    kept = [chunk.get("kv_transfer_params") for chunk in chunks]
+    assert [one is not None for one in kept] == [False] * (CHUNKS - 1) + [True, False]
+    assert kept[CHUNKS - 1]["lease_id"] == f"d0-{1:032x}" and kept[CHUNKS - 1]["lease_duration"]
+    assert chunks[CHUNKS - 1]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_paced_events_come_at_their_interval() -> None:
+    reply = await one_turn(interval_ms=20.0)
+    assert 3 * 0.020 <= reply.ended - reply.first < 1.0
+    assert reply.begun < reply.first
+
+
+async def test_a_stream_that_lacks_an_event_is_no_result() -> None:
+    reply = await one_turn()
+    with pytest.raises(BenchError, match=r"not whole[\s\S]*expected +7 events"):
+        check(reply, CHUNKS + 1)
+    with pytest.raises(BenchError, match="answered 502"):
+        check(replace(reply, status=502), CHUNKS)
+    with pytest.raises(BenchError, match="chunks are broken"):
+        check(replace(reply, body=b"data: not chunked"), CHUNKS)
+
+
+class Wire(asyncio.Transport):
+    """Keeps what a client sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = b""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.sent += bytes(data)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 7, 10_000])
+@pytest.mark.parametrize(
+    ("head", "body"),
+    [
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"3\r\nabc\r\n0\r\n\r\n"),
+        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 4\r\n\r\n", b"gone"),
+        (b"HTTP/1.1 204 No Content\r\nContent-Length: 0\r\n\r\n", b""),
+    ],
+)
+async def test_the_client_reads_answers_in_any_pieces(size: int, head: bytes, body: bytes) -> None:
+    client, wire, whole = ClientConnection(), Wire(), head + body
+    client.connection_made(wire)
+    asking = asyncio.create_task(client.post("/v1/x", b"{}"))
+    await asyncio.sleep(0)
+    assert wire.sent.startswith(b"POST /v1/x HTTP/1.1\r\n") and wire.sent.endswith(b"\r\n\r\n{}")
+    for start in range(0, len(whole), size):
+        assert not asking.done()
+        client.data_received(whole[start : start + size])
+    reply = await asking
+    assert reply.status == int(head.split()[1]) and reply.body == body
+
+
+async def test_a_connection_that_ends_in_an_answer_is_an_error() -> None:
+    client = ClientConnection()
+    client.connection_made(Wire())
+    asking = asyncio.create_task(client.post("/", b"{}"))
+    await asyncio.sleep(0)
+    client.connection_lost(None)
+    with pytest.raises(BenchError, match="not answered whole"):
+        await asking
+    assert client.closed
+
+
+def test_a_history_of_a_thousand_tokens_has_params_of_some_kilobytes() -> None:
+    assert 2_000 < len(encoded(decode_params(1000))) < 3_000
+    proof = decode_params(100_000)["prefix_proof"]
+    indexes = [index for index, _ in proof["checkpoints"]]
+    assert len(indexes) == 128 and indexes == sorted(set(indexes))
+    assert indexes[-1] == 100_000 // 16 - 1
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.5, 50), (0.99, 99), (1.0, 100), (0.0, 1)])
+def test_a_quantile_is_one_of_the_values(share: float, expected: float) -> None:
+    assert quantile([float(value) for value in range(100, 0, -1)], share) == expected
+
+
+async def test_cpu_per_stream_is_that_of_the_process_between() -> None:
+    engines, loop = Engines(100, None), asyncio.get_running_loop()
+    async with (
+        await loop.create_server(lambda: Connection(engines.prefill), "127.0.0.1", 0) as prefill,
+        await loop.create_server(lambda: Connection(engines.decode), "127.0.0.1", 0) as decode,
+    ):
+        ports = [server.sockets[0].getsockname()[1] for server in (prefill, decode)]
+        load = Load(2, CHUNKS, 0.0, 100, seconds=0.5, warm_s=0.1)
+        sample = await measure(lambda: BothLegs(*ports), load, os.getpid(), os.getpid())
+    assert sample.streams > 0 and len(sample.first_ms) >= sample.streams - 2
+    assert 0 < sample.cpu_ms < 100 and 0.2 < sample.seconds < 2
+    assert all(
+        first <= whole for first, whole in zip(sample.first_ms, sample.whole_ms, strict=True)
+    )
+
+
+def sample(first_ms: float, cpu_ms: float) -> dict[str, Any]:
+    made = Sample(100, 10.0, (first_ms,) * 100, (first_ms + 900,) * 100, cpu_ms / 10, 0.3)
+    return as_json(made)
+
+
+def results(ours_first_ms: float, ours_cpu_ms: float, mb: float, **changed: Any) -> dict[str, Any]:
+    arms = {
+        "direct": [sample(1.0, 0.0)] * 2,
+        "ours": [sample(ours_first_ms, ours_cpu_ms)] * 2,
+        "sample proxy": [sample(9.0, 12.0)] * 2,
+    }
+    return {
+        "settings": {
+            "concurrency": 64,
+            "chunks": 50,
+            "interval_ms": 20.0,
+            "prompt_bytes": 4096,
+            "turn_tokens": 1000,
+            "repeats": 2,
+        },
+        "versions": {"python": "3.11", "vllm": "0.29.0"},
+        "hardware": {"cpu": "a processor", "cores": 2},
+        "samples": {"paced": arms, "saturated": arms},
+        "memory": {
+            "conversations": 100_000,
+            "turn_tokens": 1000,
+            "before_mb": 40.0,
+            "after_mb": mb,
+        },
+        "warnings": [],
+        **changed,
+    }
+
+
+def said(data: dict[str, Any]) -> list[bool]:
+    found = verdicts(data["samples"], Memory(**data["memory"]), data["settings"]["concurrency"])
+    return [one.met for one in found]
+
+
+def test_what_is_required_is_met_or_not() -> None:
+    assert said(results(2.0, 2.0, 120.0)) == [True] * 5
+    assert said(results(2.1, 2.0, 120.0)) == [True, True, False, True, True]
+    assert said(results(6.1, 2.0, 120.0)) == [True, True, False, False, True]
+    assert said(results(2.0, 2.1, 120.0)) == [False, False, True, True, True]
+    assert said(results(2.0, 2.0, 120.1)) == [True, True, True, True, False]
+
+
+def test_a_smaller_load_meets_nothing() -> None:
+    data = results(2.0, 2.0, 120.0)
+    data["settings"]["concurrency"] = 63
+    data["memory"]["conversations"] = 99_999
+    assert said(data) == [True, True, False, False, False]
+
+
+def test_the_report_shows_what_an_arm_adds_and_what_is_not_met() -> None:
+    text = report(results(3.5, 2.0, 140.0, warnings=["warning: busy"]))
+    rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
+    (adds,) = (row for row in rows if row[1:2] == ["ours adds"])
+    assert adds[2:4] == ["2.50 ms", "2.50 ms"]
+    assert sum(row[-2] == "NOT MET" for row in rows if len(row) > 2) == 2
+    assert "1000 bytes each" in text and "warning: busy" in text
+
+
+def test_help_has_an_example_and_unknown_arms_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for given, status, text in (
+        (["--help"], 0, "example:\n  python -m tools.bench.router run"),
+        (["run", "--help"], 0, "example:"),
+        (["run", "--arms", "theirs"], 2, "no such arm: theirs; there are direct, ours"),
+        (["run", "--chunks", "1"], 2, "--chunks must be at least 2"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            parse(given)
+        assert ended.value.code == status
+        captured = capsys.readouterr()
+        assert text in captured.out + captured.err
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_run_measures_our_router_and_its_memory(tmp_path: Path) -> None:
+    out = tmp_path / "router.json"
+    command = [sys.executable, "-m", "tools.bench.router", "run", "--arms", "direct,ours"]
+    command += ["--repeats", "1", "--concurrency", "2", "--chunks", "3", "--interval", "5"]
+    command += ["--seconds", "1", "--warm", "1", "--saturated", "1"]
+    command += ["--conversations", "20", "--json", str(out)]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "overlay")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1 and "NOT MET" in done.stdout, done.stdout + done.stderr
+    data = json.loads(out.read_text(encoding="utf-8"))
+    (ours,) = data["samples"]["paced"]["ours"]
+    assert ours["streams"] > 0 and ours["first_p50_ms"] > 0
+    assert data["memory"]["conversations"] == 20 and data["memory"]["after_mb"] > 10
+    again = subprocess.run(
+        [*command[:3], "report", str(out)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert again.returncode == 1 and again.stdout == done.stdout

@@ -1,0 +1,210 @@
+"""One measurement: so many streams at a time for so many seconds, and what that took."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tools.bench.cpu import cpu_seconds
+from tools.bench.errors import BenchError
+from tools.bench.router.client import Connection, Reply, unchunked
+from tools.bench.router.script import prefill_params, request_body
+
+PATH = "/v1/chat/completions"
+_HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Load:
+    """`concurrency` clients, each with a conversation of its own, asking turn after turn.
+
+    `interval_ms` lies between two events of D; with 0 they come as fast as they can be sent.
+    What begins in the first `warm_s` seconds does not count.
+    """
+
+    concurrency: int
+    chunks: int
+    interval_ms: float
+    prompt_bytes: int
+    seconds: float
+    warm_s: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one measurement gave. CPU times are those of the process in between, 0 without one.
+
+    `load_share`: of the other core, taken by engines and clients.
+    """
+
+    streams: int
+    seconds: float
+    first_ms: tuple[float, ...]
+    whole_ms: tuple[float, ...]
+    cpu_s: float
+    load_share: float
+
+    @property
+    def streams_per_s(self) -> float:
+        return self.streams / self.seconds
+
+    @property
+    def cpu_ms(self) -> float:
+        """CPU time per stream."""
+        return self.cpu_s / self.streams * 1000
+
+    @property
+    def share(self) -> float:
+        """Of a core, taken by the process in between."""
+        return self.cpu_s / self.seconds
+
+
+class Through:
+    """One client that asks whatever listens at a port."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._connection: Connection | None = None
+
+    async def __call__(self, body: bytes) -> Reply:
+        """The reply, over a new connection if the last has been closed between two turns."""
+        if self._connection is None or self._connection.closed:
+            self._connection = await Connection.open(_HOST, self._port)
+        return await self._connection.post(PATH, body)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+
+class BothLegs:
+    """One client that makes the two calls itself: what a turn takes with nothing in between."""
+
+    def __init__(self, prefill_port: int, decode_port: int) -> None:
+        self._prefill, self._decode = Through(prefill_port), Through(decode_port)
+
+    async def __call__(self, body: bytes) -> Reply:
+        fields = json.loads(body)
+        asked = {
+            **fields,
+            "stream": False,
+            "max_tokens": 1,
+            "kv_transfer_params": prefill_params(0),
+        }
+        prefilled = await self._prefill(json.dumps(asked).encode())
+        params = json.loads(prefilled.body)["kv_transfer_params"]
+        done = await self._decode(json.dumps({**fields, "kv_transfer_params": params}).encode())
+        return Reply(prefilled.begun, done.first, done.ended, done.status, done.body)
+
+    def close(self) -> None:
+        self._prefill.close()
+        self._decode.close()
+
+
+Client = Through | BothLegs
+
+
+async def measure(
+    make_client: Callable[[], Client], load: Load, between: int | None, engines: int
+) -> Sample:
+    """Drive the load. `between` and `engines` are process ids; BenchError for a wrong answer."""
+    loop = asyncio.get_running_loop()
+    begin = loop.time()
+    counted_from, until = begin + load.warm_s, begin + load.warm_s + load.seconds
+    replies: list[Reply] = []
+    ended: list[float] = []
+
+    async def work(number: int) -> None:
+        client = make_client()
+        body = request_body(f"c-{number}", load.chunks, load.interval_ms, load.prompt_bytes)
+        # Spread over the length of one stream, so that they do not all begin at once.
+        await asyncio.sleep(number / load.concurrency * load.chunks * load.interval_ms / 1000)
+        try:
+            while loop.time() < until:
+                counts = loop.time() >= counted_from
+                reply = await client(body)
+                check(reply, load.chunks)
+                ended.append(loop.time())
+                if counts:
+                    replies.append(reply)
+        finally:
+            client.close()
+
+    def taken() -> tuple[float, float]:
+        load_s = cpu_seconds(engines) + cpu_seconds(os.getpid())
+        return (0.0 if between is None else cpu_seconds(between)), load_s
+
+    async def watch() -> tuple[float, float, float, float]:
+        await asyncio.sleep(counted_from - loop.time())
+        before, begun = taken(), loop.time()
+        await asyncio.sleep(until - loop.time())
+        after, now = taken(), loop.time()
+        return after[0] - before[0], after[1] - before[1], begun, now
+
+    *_, (cpu_s, load_s, begun, now) = await _all(
+        [*(work(number) for number in range(load.concurrency)), watch()]
+    )
+    streams = sum(begun <= at < now for at in ended)
+    if not streams or not replies:
+        raise BenchError(
+            "no stream came to its end in time",
+            expected=f"several in {load.seconds:g} s",
+            next_step="give more --seconds",
+        )
+    return Sample(
+        streams,
+        now - begun,
+        tuple((reply.first - reply.begun) * 1000 for reply in replies),
+        tuple((reply.ended - reply.begun) * 1000 for reply in replies),
+        cpu_s,
+        load_s / (now - begun),
+    )
+
+
+async def _all(work: list[Awaitable[Any]]) -> list[Any]:
+    """All results; the first error ends the others."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def check(reply: Reply, chunks: int) -> None:
+    """Every event has arrived, and the stream has ended; BenchError otherwise."""
+    if reply.status != 200:
+        raise BenchError(
+            f"a request was answered {reply.status}", expected=200, found=reply.body[:300]
+        )
+    body = unchunked(reply.body)
+    events = body.count(b"data: ")
+    # One for each chunk, the usage, and the end.
+    if events != chunks + 2 or not body.endswith(b"data: [DONE]\n\n"):
+        raise BenchError(
+            "a stream was not whole", expected=f"{chunks + 2} events", found=f"{events} events"
+        )
+
+
+async def fill(make_client: Callable[[], Client], conversations: int, concurrency: int) -> float:
+    """One short turn of each of so many conversations; seconds that it took."""
+    numbers = itertools.count()
+    begun = time.monotonic()
+
+    async def work() -> None:
+        client = make_client()
+        try:
+            while (number := next(numbers)) < conversations:
+                check(await client(request_body(f"conversation-{number:08}", 2, 0, 64)), 2)
+        finally:
+            client.close()
+
+    await _all([work() for _ in range(concurrency)])
+    return time.monotonic() - begun
