@@ -15,7 +15,7 @@ WHEEL_INPUTS := upstream.toml NOTICE $(shell find patches overlay tools/build -t
 PYTEST := PYTHONDONTWRITEBYTECODE=1 $(TEST_PY) -m pytest -q
 
 .PHONY: help demo wheel prove check-installed lint import refresh test test-fast test-full \
-	test-wheel test-patches test-connector test-upstream test-e2e fuzz bench-build bench-idle bench-proof bench-router clean test-faults test-leases
+	test-wheel test-patches test-connector test-upstream test-e2e fuzz bench-build bench-idle bench-proof bench-router clean test-faults test-leases test-deploy
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,7 +45,7 @@ refresh: $(BUILD_ENV)/.made ## rebase the patches: make refresh TO=0.30.0 [CONTI
 # Suites without engines run two at a time; engines have the cores to themselves.
 test: $(TEST_ENV)/.made ## everything, CPU only
 	@$(MAKE) --no-print-directory -j2 --output-sync=target \
-		lint test-fast test-wheel test-patches test-connector test-upstream
+		lint test-fast test-wheel test-patches test-connector test-upstream test-deploy
 	@$(MAKE) --no-print-directory test-e2e test-faults test-leases bench-smoke
 
 # 10,000 histories for each setting of P's cache; 6 groups of 34 conversations.
@@ -75,6 +75,9 @@ test-connector: $(TEST_ENV)/.made ## verified read-back over real schedulers, si
 
 test-upstream: $(TEST_ENV)/.made ## the base release's own tests against our wheel
 	$(PYTEST) tests/upstream
+
+test-deploy: $(TEST_ENV)/.made ## manifests, units, dashboard, and that every metric is explained
+	$(PYTEST) tests/deploy
 
 test-e2e: $(TEST_ENV)/.made ## two real CPU engines
 	$(PYTEST) tests/e2e

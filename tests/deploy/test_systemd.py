@@ -1,0 +1,67 @@
+"""The unit files: systemd takes them, and what they start gets whole arguments."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "deploy/systemd"
+UNITS = sorted(FOLDER.glob("*.service"))
+BIN = "/opt/vllm-bidir/bin"
+
+
+def environment(name: str) -> dict[str, str]:
+    lines = (FOLDER / f"{name}.env").read_text(encoding="utf-8").splitlines()
+    pairs = (line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    return {key: shlex.split(value)[0] if "'" in value else value for key, value in pairs}
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_systemd_finds_nothing_to_complain_of(unit: Path, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    for name in ("vllm", "vllm-bidir-router"):
+        (tmp_path / "bin" / name).write_text("#!/bin/sh\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    text = unit.read_text(encoding="utf-8").replace(BIN, str(tmp_path / "bin"))
+    copy = tmp_path / unit.name
+    copy.write_text(text, encoding="utf-8")
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(copy)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    ours = [line for line in (done.stdout + done.stderr).splitlines() if unit.name in line]
+    assert (done.returncode, ours) == (0, [])
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_each_unit_has_the_file_that_it_reads(unit: Path) -> None:
+    text = unit.read_text(encoding="utf-8")
+    (name,) = re.findall(r"EnvironmentFile=/etc/vllm-bidir/(\w+)\.env", text)
+    used = set(re.findall(r"\$\{?(\w+)", text))
+    assert used <= set(environment(name)) and unit.stem == f"vllm-bidir-{name}"
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "port"),
+    [("prefill", "kv_producer", "8100"), ("decode", "kv_consumer", "8200")],
+)
+def test_engines_are_told_their_role(name: str, role: str, port: str) -> None:
+    given = environment(name)
+    config = json.loads(given["KV_TRANSFER_CONFIG"])
+    assert config["kv_connector"] == "NixlConnector" and config["kv_role"] == role
+    assert config["kv_connector_extra_config"]["bidirectional_kv_xfer"] is True
+    assert given["PORT"] == port
+    words = environment("router")["ROUTER_ARGS"].split()
+    flag = {"prefill": "--prefiller", "decode": "--decoder"}[name]
+    assert words[words.index(f"{flag}-ports") + 1] == port
+    assert words[words.index(f"{flag}-hosts") + 1] == given["VLLM_NIXL_SIDE_CHANNEL_HOST"]
