@@ -1,0 +1,70 @@
+"""The dashboard and docs/operations.md speak of the metrics that there are."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ROOT / "overlay/vllm/bidir"
+DASHBOARD = ROOT / "deploy/grafana/vllm-bidir.json"
+_NAME = re.compile(r"(?:bidir_router|vllm:bidir)_[a-z_]+")
+# What Prometheus' client adds to the names of counters and histograms.
+_SUFFIX = re.compile(r"_(total|bucket|sum|count)$")
+
+
+def defined() -> set[str]:
+    """The metrics of the sources, as they are named there."""
+    texts = {path: path.read_text(encoding="utf-8") for path in SOURCES.rglob("*.py")}
+    names = {name for text in texts.values() for name in re.findall(f'"({_NAME.pattern})"', text)}
+    gauges = texts[SOURCES / "connector/lease_gauges.py"]
+    names |= {f"vllm:bidir_{name}" for name in re.findall(r'^    "(lease\w*)": "', gauges, re.M)}
+    return names - {"vllm:bidir_"}
+
+
+def used(text: str) -> set[str]:
+    return {_SUFFIX.sub("", name) for name in _NAME.findall(text)}
+
+
+def dashboard() -> dict[str, Any]:
+    made: dict[str, Any] = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    return made
+
+
+def test_there_are_metrics_of_all_three() -> None:
+    assert {"bidir_router_turns", "vllm:bidir_read_back", "vllm:bidir_leases"} <= defined()
+
+
+def test_every_metric_is_explained() -> None:
+    page = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    assert defined() - used(page) == set()
+
+
+def test_every_metric_is_on_the_dashboard_and_no_other() -> None:
+    shown = used(" ".join(one["expr"] for panel in dashboard()["panels"] for one in targets(panel)))
+    assert shown == defined()
+
+
+def targets(panel: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = panel.get("targets", [])
+    return found
+
+
+def test_panels_do_not_overlap_and_say_what_they_show() -> None:
+    panels = dashboard()["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken and place["x"] + place["w"] <= 24
+        taken |= cells
+        if panel["type"] != "row":
+            assert panel["description"] and targets(panel)
+            assert all(one["datasource"]["uid"] == "${datasource}" for one in targets(panel))
