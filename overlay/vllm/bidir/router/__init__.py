@@ -5,7 +5,7 @@ One turn, and the module that each step lives in:
 
 1. parse the request and find what cannot go through P and D    `request`
 2. find the conversation it belongs to                          `conversations`
-3. choose a D, sticky to where the KV is, and a P               `pool`
+3. choose a D, sticky to where the KV is, and a P               `pool`, `policies`
 4. prefill leg: P reads back what D kept, computes the rest     `legs`
 5. decode leg: bytes pass through, D's params are taken out     `legs`, `stream`
 6. keep D's params for the next turn                            `conversations`

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import aiohttp
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from vllm.bidir.router import policies
 from vllm.bidir.router.access import Access
 from vllm.bidir.router.checks import HealthChecks
 from vllm.bidir.router.conversations import Conversations, conversation_key
@@ -47,10 +48,15 @@ class Router:
         self.access = Access(options.security, options.engine_api_key)
         nodes = options.nodes
         self.prefill = Pool(
-            "prefill", nodes.limits(nodes.prefill_in_flight), nodes.rules(), self.metrics
+            "prefill",
+            policies.PREFILL[nodes.prefill_policy](),
+            nodes.limits(nodes.prefill_in_flight),
+            nodes.rules(),
+            self.metrics,
         )
         self.decode = Pool(
             "decode",
+            policies.DECODE[nodes.decode_policy](),
             nodes.limits(nodes.decode_in_flight),
             nodes.rules(),
             self.metrics,

@@ -23,13 +23,15 @@ class KeptTurn:
     """D's kv_transfer_params of a finished turn, the node that keeps the blocks, and until when.
 
     With a lease that is renewed there is no such time: `expires` is infinite. The params are kept
-    encoded: as objects a long turn's would take five times the memory.
+    encoded: as objects a long turn's would take five times the memory. `tokens` lie there, 0 if
+    that is not known.
     """
 
     encoded: bytes
     node: str
     expires: float
     lease: Lease | None = None
+    tokens: int = 0
 
     @property
     def params(self) -> dict[str, Any]:
@@ -111,7 +113,8 @@ class Conversations:
         now = self._clock()
         lease = self._leases.begin(node, params, key, now)
         expires = now + self._ttl if lease is None else math.inf
-        self._set(key, KeptTurn(msgspec.json.encode(params), node, expires, lease))
+        encoded, tokens = msgspec.json.encode(params), _tokens(params)
+        self._set(key, KeptTurn(encoded, node, expires, lease, tokens))
 
     def put_nothing(self, key: Key, reason: Reason) -> None:
         """A turn has ended and left no KV, and why; what an earlier one has left stays."""
@@ -185,6 +188,12 @@ class Conversations:
         lease = _lease_of(kept)
         if lease is not None:
             self._leases.give_back(lease, why)
+
+
+def _tokens(params: dict[str, Any]) -> int:
+    """How many tokens D says that it keeps; 0 if it says nothing of use."""
+    said = params.get("remote_num_tokens")
+    return said if isinstance(said, int) and not isinstance(said, bool) and said > 0 else 0
 
 
 def _lease_of(kept: KeptTurn | Reason | None) -> Lease | None:

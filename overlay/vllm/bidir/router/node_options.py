@@ -7,6 +7,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm.bidir.router import policies
 from vllm.bidir.router.address import Address, make_address
 from vllm.bidir.router.discovery import NodeList, read_node_list
 from vllm.bidir.router.health import HealthRules
@@ -27,6 +28,8 @@ class NodeOptions:
     decode_in_flight: int = 0
     queue_limit: int = 1000
     queue_timeout: float = 30.0
+    prefill_policy: str = next(iter(policies.PREFILL))
+    decode_policy: str = next(iter(policies.DECODE))
 
     def rules(self) -> HealthRules:
         return HealthRules(self.eject_after, self.eject_time, self.slow_start)
@@ -70,8 +73,8 @@ def add_node_arguments(made: argparse.ArgumentParser) -> None:
             dest=f"{role}_hosts",
             nargs="+",
             metavar="HOST",
-            help=f"hosts of the {letter} nodes; https://HOST for TLS; dns:NAME is one node for each "
-            "address of a name; default localhost",
+            help=f"hosts of the {letter} nodes; https://HOST for TLS; dns:NAME is one node for "
+            "each address of a name; default localhost",
         )
         made.add_argument(
             f"--{role}-port",
@@ -90,6 +93,14 @@ def add_node_arguments(made: argparse.ArgumentParser) -> None:
         'host:port, "[IPv6]:port" or dns:name:port; when it changes, new nodes are taken in and '
         "missing ones drained; default: none",
     )
+    for role, known in (("prefill", policies.PREFILL), ("decode", policies.DECODE)):
+        default = getattr(defaults, f"{role}_policy")
+        made.add_argument(
+            f"--{role}-policy",
+            choices=list(known),
+            default=default,
+            help=f"which {role} node a turn is given; default {default}",
+        )
     for name, _, _, what in _NUMBERS:
         default = getattr(defaults, name)
         made.add_argument(
@@ -110,7 +121,12 @@ def node_options(
         if not low <= value <= high:
             made.error(f"{_flag(name)} must be between {low:g} and {high:g}, not {value:g}")
     numbers = {name: getattr(args, name) for name, *_ in _NUMBERS}
-    return _node_list(made, args), NodeOptions(file=args.nodes, **numbers)
+    return _node_list(made, args), NodeOptions(
+        file=args.nodes,
+        prefill_policy=args.prefill_policy,
+        decode_policy=args.decode_policy,
+        **numbers,
+    )
 
 
 def _flag(name: str) -> str:

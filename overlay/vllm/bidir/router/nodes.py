@@ -15,14 +15,16 @@ from vllm.bidir.router.health import Health
 class Node:
     """One engine's HTTP server. `role` is "prefill" or "decode".
 
-    `in_flight` turns are with it. `verifies`: it has said that it checks what it reads back.
-    `draining`: it has been taken off the list; it is given no new turns, and keeps none.
+    `in_flight` turns with `tokens` prompt tokens to be computed, an estimate, are with it.
+    `verifies`: it has said that it checks what it reads back. `draining`: it has been taken off the
+    list; it is given no new turns, and keeps none.
     """
 
     role: str
     address: Address
     health: Health
     in_flight: int = 0
+    tokens: int = 0
     verifies: bool = False
     draining: bool = False
 

@@ -12,6 +12,7 @@ from vllm.bidir.router.address import Address
 from vllm.bidir.router.health import Health, HealthRules
 from vllm.bidir.router.metrics import Metrics
 from vllm.bidir.router.nodes import Node, Watcher
+from vllm.bidir.router.policies import Ask, Policy, pick
 from vllm.bidir.router.queue import FullError, Queue
 from vllm.bidir.router.seat import Seat
 
@@ -30,7 +31,7 @@ class Limits:
 
 
 class Pool:
-    """Nodes that may come and go, taken in turns.
+    """Nodes that may come and go; `policy` says which of those with room a turn is given.
 
     `always`: rather try a node that has been ejected, or look once more at one that was down, than
     give up. `recheck` does the looking.
@@ -39,6 +40,7 @@ class Pool:
     def __init__(
         self,
         role: str,
+        policy: Policy,
         limits: Limits,
         rules: HealthRules,
         metrics: Metrics,
@@ -47,6 +49,7 @@ class Pool:
     ) -> None:
         self.role = role
         self.recheck: Recheck | None = None
+        self._policy = policy
         self._limits = limits
         self._rules = rules
         self._metrics = metrics
@@ -75,13 +78,15 @@ class Pool:
         return len(self._queue)
 
     def usable(self) -> list[Node]:
-        """The nodes that may be given turns now, in turns."""
+        """The nodes that may be given turns now."""
         now = self._clock()
-        return [node for node in self._in_turns() if node.health.usable(now)]
+        return [node for node in self._nodes if node.health.usable(now)]
 
     def candidates(self, first: str | None = None) -> Iterator[Node]:
-        """Usable nodes for a call that is no turn: the one called `first`, then the others."""
-        return iter(sorted(self.usable(), key=lambda node: node.name != first))
+        """Usable nodes for a call that is no turn: the one called `first`, the others in turns."""
+        now = self._clock()
+        usable = [node for node in self._in_turns() if node.health.usable(now)]
+        return iter(sorted(usable, key=lambda node: node.name != first))
 
     def watch(self, watcher: Watcher) -> None:
         """Tell it of the nodes that are here, and of all that come and go."""
@@ -107,26 +112,27 @@ class Pool:
                 self._drain(node)
         self.look_again()
 
-    def seat(self, kept_on: str | None = None) -> Seat:
-        """A place for one turn, on the node called `kept_on` if that is possible."""
-        return Seat(self, kept_on)
+    def seat(self, ask: Ask) -> Seat:
+        """A place for one turn."""
+        return Seat(self, ask)
 
-    async def take(self, kept_on: str | None, tried: set[Node]) -> Node | None:
+    async def take(self, ask: Ask, tried: set[Node]) -> Node | None:
         """A node for one more turn, None if there is none left; `give_back` ends it.
 
         Waits in the queue while all are full; ClientError says when that has been too long.
         """
-        node = await self._take_or_wait(kept_on, tried)
+        node = await self._take_or_wait(ask, tried)
         if node is None and not tried and self._always and self.recheck is not None:
             await self.recheck()
-            node = await self._take_or_wait(kept_on, tried)
+            node = await self._take_or_wait(ask, tried)
         if node is not None and tried:
             self._metrics.retried(self.role)
         return node
 
-    def give_back(self, node: Node) -> None:
-        """One turn on this node has ended."""
+    def give_back(self, node: Node, ask: Ask) -> None:
+        """That turn on this node has ended."""
         node.in_flight -= 1
+        node.tokens -= ask.tokens
         if node.draining and not node.in_flight:
             self._gone(node)
         self.look_again()
@@ -159,15 +165,15 @@ class Pool:
         if self._queue:
             self._queue.serve()
 
-    async def _take_or_wait(self, kept_on: str | None, tried: set[Node]) -> Node | None:
+    async def _take_or_wait(self, ask: Ask, tried: set[Node]) -> Node | None:
         if not self._queue:
             try:
-                return self._take(kept_on, tried)
+                return self._take(ask, tried)
             except FullError:
                 pass
-        return await self._queue.wait(kept_on, tried)
+        return await self._queue.wait(ask, tried)
 
-    def _take(self, kept_on: str | None, tried: set[Node]) -> Node | None:
+    def _take(self, ask: Ask, tried: set[Node]) -> Node | None:
         now = self._clock()
         left = [node for node in self._in_turns() if node not in tried]
         usable = [node for node in left if node.health.usable(now)]
@@ -178,8 +184,9 @@ class Pool:
         free = [node for node in usable if self._has_room(node, now)]
         if not free:
             raise FullError
-        node = next((node for node in free if node.name == kept_on), free[0])
+        node = pick(self._policy, free, ask, now)
         node.in_flight += 1
+        node.tokens += ask.tokens
         return node
 
     def _has_room(self, node: Node, now: float) -> bool:

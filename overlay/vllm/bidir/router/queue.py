@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from vllm.bidir.router.errors import ClientError
 from vllm.bidir.router.metrics import Metrics
 from vllm.bidir.router.nodes import Node
+from vllm.bidir.router.policies import Ask
 
 
 class FullError(Exception):
@@ -19,12 +20,12 @@ class FullError(Exception):
 
 
 # A node with one more turn, None if there is none to be had; raises FullError.
-Take = Callable[[str | None, set[Node]], Node | None]
+Take = Callable[[Ask, set[Node]], Node | None]
 
 
 @dataclass(eq=False)
 class _Waiter:
-    kept_on: str | None
+    ask: Ask
     tried: set[Node]
     place: asyncio.Future[Node | None]
 
@@ -41,7 +42,7 @@ class Queue:
         limit: int,
         timeout_s: float,
         take: Take,
-        give_back: Callable[[Node], None],
+        give_back: Callable[[Node, Ask], None],
         metrics: Metrics,
     ) -> None:
         self._role = role
@@ -55,7 +56,7 @@ class Queue:
     def __len__(self) -> int:
         return len(self._waiters)
 
-    async def wait(self, kept_on: str | None, tried: set[Node]) -> Node | None:
+    async def wait(self, ask: Ask, tried: set[Node]) -> Node | None:
         """A node with room, None when there is none left; ClientError 429 or 503 says "later"."""
         if len(self._waiters) >= self._limit:
             self._metrics.refused(self._role, "queue_full")
@@ -63,7 +64,7 @@ class Queue:
                 429, f"All {self._role} nodes and the queue are full. Try again later."
             )
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(kept_on, tried, loop.create_future())
+        waiter = _Waiter(ask, tried, loop.create_future())
         self._waiters[waiter] = None
         if tried:
             self._waiters.move_to_end(waiter, last=False)
@@ -86,7 +87,7 @@ class Queue:
             if waiter.place.done():
                 continue
             try:
-                waiter.place.set_result(self._take(waiter.kept_on, waiter.tried))
+                waiter.place.set_result(self._take(waiter.ask, waiter.tried))
             except FullError:
                 if not waiter.tried:
                     break  # there is no room for anybody else either
@@ -105,4 +106,4 @@ class Queue:
         if place.done() and not place.cancelled() and place.exception() is None:
             node = place.result()
             if node is not None:
-                self._give_back(node)
+                self._give_back(node, waiter.ask)

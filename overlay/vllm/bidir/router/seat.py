@@ -7,24 +7,25 @@ from types import TracebackType
 from typing import Protocol
 
 from vllm.bidir.router.nodes import Node
+from vllm.bidir.router.policies import Ask
 
 
 class Places(Protocol):
     """What gives nodes to turns: a pool."""
 
-    async def take(self, kept_on: str | None, tried: set[Node]) -> Node | None:
+    async def take(self, ask: Ask, tried: set[Node]) -> Node | None:
         """A node that has room for one more turn, not among `tried`."""
 
-    def give_back(self, node: Node) -> None:
-        """One turn on this node has ended."""
+    def give_back(self, node: Node, ask: Ask) -> None:
+        """That turn on this node has ended."""
 
 
 class Seat:
     """Iterating moves it on: each node is held until the next is asked for, or the `with` ends."""
 
-    def __init__(self, places: Places, kept_on: str | None) -> None:
+    def __init__(self, places: Places, ask: Ask) -> None:
         self._places = places
-        self._kept_on = kept_on
+        self._ask = ask
         self._node: Node | None = None
         self._reserved = False
         self._tried: set[Node] = set()
@@ -60,7 +61,7 @@ class Seat:
 
     async def _move_on(self) -> Node | None:
         self._release()
-        node = await self._places.take(self._kept_on, self._tried)
+        node = await self._places.take(self._ask, self._tried)
         if node is not None:
             self._tried.add(node)
             self._node = node
@@ -69,4 +70,4 @@ class Seat:
     def _release(self) -> None:
         node, self._node = self._node, None
         if node is not None:
-            self._places.give_back(node)
+            self._places.give_back(node, self._ask)

@@ -13,6 +13,7 @@ import aiohttp
 from aiohttp import web
 from vllm.bidir.reasons import Reason
 from vllm.bidir.router.access import Access
+from vllm.bidir.router.ask import ask_of
 from vllm.bidir.router.conversations import Conversations, KeptTurn, Key, conversation_key
 from vllm.bidir.router.errors import ClientError, error_event
 from vllm.bidir.router.headers import REQUEST_ID, request_id, to_client, to_engine
@@ -28,6 +29,7 @@ from vllm.bidir.router.legs import (
 )
 from vllm.bidir.router.metrics import Metrics
 from vllm.bidir.router.nodes import Node
+from vllm.bidir.router.policies import Ask
 from vllm.bidir.router.pool import Pool
 from vllm.bidir.router.request import (
     CONVERSATION_HEADER,
@@ -96,7 +98,8 @@ class Turns:
 
     async def _both_legs(self, http: web.Request, turn: Turn) -> web.StreamResponse:
         bypass = turn.request.bypass
-        with self._decode.seat(turn.kept.node if turn.kept else None) as seat:
+        ask = ask_of(turn.request, turn.key, turn.kept)
+        with self._decode.seat(ask) as seat:
             # Before any work is done for a turn that nobody could finish.
             if not await seat.reserve():
                 raise _no_decode_node()
@@ -104,7 +107,7 @@ class Turns:
                 self._metrics.decode_alone(bypass)
                 logger.info("%s: decode node alone (%s)", turn, bypass)
                 return await self._decode_leg(http, turn, None, seat)
-            prefilled = await self._prefill_leg(turn)
+            prefilled = await self._prefill_leg(turn, ask)
             if isinstance(prefilled, Answer):
                 return _whole(prefilled, turn)
             return await self._decode_leg(http, turn, prefilled.params, seat)
@@ -132,9 +135,9 @@ class Turns:
                 logger.info("%s: cache MISS (%s)", turn, reason)
         return turn
 
-    async def _prefill_leg(self, turn: Turn) -> PrefillDone | Answer:
+    async def _prefill_leg(self, turn: Turn, ask: Ask) -> PrefillDone | Answer:
         """P's params, or a refusal that the client must see; without any P, no params."""
-        with self._prefill.seat() as seat:
+        with self._prefill.seat(ask) as seat:
             async for node in seat:
                 offered = self._offer(turn, node)
                 done = await self._try_prefill(turn, node, offered or FIRST_TURN)
