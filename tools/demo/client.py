@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from tools.demo.errors import DemoError
 
 _TIMEOUT_S = 120.0
+_NO_HEADERS: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,12 @@ class Answer:
     ttft_s: float | None = None
 
 
-def stream_chat(url: str, body: Mapping[str, Any], progress: Callable[[Answer], None]) -> Answer:
+def stream_chat(
+    url: str,
+    body: Mapping[str, Any],
+    progress: Callable[[Answer], None],
+    headers: Mapping[str, str] = _NO_HEADERS,
+) -> Answer:
     """Send ``body``, streamed, to the server at ``url`` (no path); call ``progress`` per event.
 
     Raises DemoError on a status other than 200, an error event, or a stream without a proper end.
@@ -40,7 +46,7 @@ def stream_chat(url: str, body: Mapping[str, Any], progress: Callable[[Answer], 
             "POST",
             "/v1/chat/completions",
             json.dumps(wanted),
-            {"Content-Type": "application/json"},
+            {"Content-Type": "application/json", **headers},
         )
         response = connection.getresponse()
         if response.status != http.client.OK:

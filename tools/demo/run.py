@@ -179,10 +179,14 @@ class _Conversation:
             # second run profit from the first.
             "cache_salt": salt,
         }
+        headers = {}
         if conversation is not None:
             body["conversation_id"] = conversation
+        else:
+            # The router would link the turns by their messages.
+            headers["X-Conversation-End"] = "true"
         try:
-            return stream_chat(self._service.url, body, on_event)
+            return stream_chat(self._service.url, body, on_event, headers)
         except DemoError:
             self._service.check_alive()
             raise

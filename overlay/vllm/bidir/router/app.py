@@ -20,6 +20,7 @@ from vllm.bidir.router.errors import ClientError
 from vllm.bidir.router.headers import to_engine
 from vllm.bidir.router.heartbeat import Heartbeat
 from vllm.bidir.router.http_log import HttpLog
+from vllm.bidir.router.identity import Identities
 from vllm.bidir.router.leases import Ended, Leases
 from vllm.bidir.router.legs import Legs, Unreachable
 from vllm.bidir.router.metrics import Metrics
@@ -79,6 +80,8 @@ class Router:
             self.leases,
             time.monotonic,
         )
+        # Two for each conversation: its last turn, and one more to which a fork may go back.
+        self.identities = Identities(2 * options.max_conversations)
         self.metrics.leases.set_function(lambda: len(self.leases))
         self.metrics.conversations.set_function(lambda: len(self.conversations))
         self._legs: Legs | None = None
@@ -106,6 +109,7 @@ class Router:
                 self.conversations,
                 self.metrics,
                 self.access,
+                self.identities,
                 SideChannels(self.options.security.side_channels),
             )
             heartbeat = Heartbeat(
@@ -149,9 +153,8 @@ class Router:
     async def end_conversation(self, http: web.Request) -> web.StreamResponse:
         """Forget a conversation of this tenant and give its lease back."""
         tenant = self.access.tenant(http.headers)
-        if not self.conversations.forget(
-            conversation_key(tenant, http.match_info["id"]), Ended.DELETED
-        ):
+        keys = self.identities.end_named(conversation_key(tenant, http.match_info["id"]))
+        if not sum(self.conversations.forget(key, Ended.DELETED) for key in keys):
             raise ClientError(404, "No such conversation is remembered.")
         return web.Response(status=204)
 

@@ -38,6 +38,12 @@ class Metrics:
             "Turns whose kept KV was not offered, because the prefill node does not verify it.",
             registry=self.registry,
         )
+        self._identified = Counter(
+            "bidir_router_identified",
+            "Turns by what said which conversation they belong to (body, header, history, none).",
+            ["by"],
+            registry=self.registry,
+        )
         self._params_dropped = Counter(
             "bidir_router_params_dropped",
             "kv_transfer_params of a node that name another side channel than its own, by leg.",
@@ -124,6 +130,9 @@ class Metrics:
 
     def miss(self, reason: Reason) -> None:
         self._turns.labels("miss", reason.value).inc()
+
+    def identified(self, by: str) -> None:
+        self._identified.labels(by).inc()
 
     def decode_alone(self, reason: Reason) -> None:
         self._bypassed.labels(reason.value).inc()

@@ -15,7 +15,6 @@ from vllm.bidir.reasons import Reason
 from vllm.bidir.router.client_params import refuse_params
 from vllm.bidir.router.errors import ClientError
 
-CONVERSATION_HEADER = "X-Session-ID"
 END_HEADER = "X-Conversation-End"
 PARAMS = "kv_transfer_params"
 MAX_ID = 512
@@ -31,6 +30,9 @@ _ANSWER_ONLY = (
     "return_token_ids",
 )
 
+# Where the history lies. It is a list, or of Responses one text.
+_HISTORY = {"/v1/chat/completions": "messages"}
+
 Fields = dict[str, msgspec.Raw]
 _FIELDS = msgspec.json.Decoder(Fields)
 _ENCODER = msgspec.json.Encoder()
@@ -38,13 +40,22 @@ _ENCODER = msgspec.json.Encoder()
 
 @dataclass(frozen=True)
 class TurnRequest:
-    """One request of a client. `path` is the API's path, such as /v1/chat/completions."""
+    """One request of a client. `path` is the API's path, such as /v1/chat/completions.
+
+    `conversation` is the one that the body names.
+    """
 
     path: str
     fields: Fields
     stream: bool
     conversation: str | None
     bypass: Reason | None
+
+    @property
+    def history(self) -> bytes | None:
+        """The messages as the client sent them, None where the API has none."""
+        raw = self.fields.get(_HISTORY.get(self.path, ""))
+        return None if raw is None else bytes(raw)
 
     def prefill_body(self, params: dict[str, Any]) -> bytes:
         """P's body: the same prompt, one token, not streamed."""
@@ -71,11 +82,10 @@ def parse_fields(body: bytes) -> Fields:
         raise ClientError(400, f"The body is not valid JSON: {error}") from error
 
 
-def parse_request(path: str, body: bytes, session: str | None) -> TurnRequest:
+def parse_request(path: str, body: bytes) -> TurnRequest:
     """Check what routing depends on; the rest is the engine's to judge.
 
-    `session` is the X-Session-ID header. `conversation_id` in the body wins over it and is not
-    forwarded. Raises ClientError 400 naming the field.
+    `conversation_id` is not forwarded. Raises ClientError 400 naming the field.
     """
     fields = parse_fields(body)
     if not isinstance(_value(fields, "model"), str):
@@ -85,7 +95,7 @@ def parse_request(path: str, body: bytes, session: str | None) -> TurnRequest:
         raise ClientError(400, "`stream` must be true or false.", "stream")
     refuse_params(body)
     fields.pop(PARAMS, None)
-    conversation = _conversation(fields, session)
+    conversation = _conversation(fields)
     return TurnRequest(path, fields, bool(stream), conversation, bypass_reason(fields))
 
 
@@ -115,13 +125,13 @@ def _is_list_of_prompts(prompt: msgspec.Raw) -> bool:
     return text[:1] == b"[" and text[1:].lstrip()[:1] in (b"[", b'"')
 
 
-def _conversation(fields: Fields, session: str | None) -> str | None:
+def _conversation(fields: Fields) -> str | None:
+    """Our own field, else `session_id`, which vLLM has as well, if it is of use."""
     value = _value(fields, "conversation_id")
     fields.pop("conversation_id", None)
     if value is None:
-        value = session
-    if value is None:
-        return None
+        session = _value(fields, "session_id")
+        return session if isinstance(session, str) and 0 < len(session) <= MAX_ID else None
     if not isinstance(value, str) or not 0 < len(value) <= MAX_ID:
         message = f"`conversation_id` must be a string of 1 to {MAX_ID} characters."
         raise ClientError(400, message, "conversation_id")

@@ -14,9 +14,11 @@ from aiohttp import web
 from vllm.bidir.reasons import Reason
 from vllm.bidir.router.access import Access
 from vllm.bidir.router.ask import ask_of
-from vllm.bidir.router.conversations import Conversations, KeptTurn, Key, conversation_key
+from vllm.bidir.router.conversations import Conversations, KeptTurn, Key
 from vllm.bidir.router.errors import ClientError, error_event
 from vllm.bidir.router.headers import REQUEST_ID, request_id, to_client, to_engine
+from vllm.bidir.router.identity import Identities, Place
+from vllm.bidir.router.leases import Ended
 from vllm.bidir.router.legs import (
     FIRST_TURN,
     Answer,
@@ -32,7 +34,6 @@ from vllm.bidir.router.nodes import Node
 from vllm.bidir.router.policies import Ask
 from vllm.bidir.router.pool import Pool
 from vllm.bidir.router.request import (
-    CONVERSATION_HEADER,
     END_HEADER,
     TurnRequest,
     ends_conversation,
@@ -49,7 +50,7 @@ _EVENT_STREAM = "text/event-stream"
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """One turn under way. `key` is None for a request without a conversation.
+    """One turn under way. `place` is None for a request without a conversation.
 
     `last`: the client has said that no turn follows.
     """
@@ -57,9 +58,14 @@ class Turn:
     request: TurnRequest
     headers: dict[str, str]
     request_id: str
-    key: Key | None
+    place: Place | None
     kept: KeptTurn | None
     last: bool
+
+    @property
+    def key(self) -> Key | None:
+        """Where the turn before is kept."""
+        return None if self.place is None else self.place.key
 
     def __str__(self) -> str:
         # Ids of clients are never logged in full; a digest is enough to follow one.
@@ -78,6 +84,7 @@ class Turns:
         conversations: Conversations,
         metrics: Metrics,
         access: Access,
+        identities: Identities,
         side_channels: SideChannels,
     ) -> None:
         self._legs = legs
@@ -86,12 +93,13 @@ class Turns:
         self._conversations = conversations
         self._metrics = metrics
         self._access = access
+        self._identities = identities
         self._side_channels = side_channels
 
     async def serve(self, http: web.Request) -> web.StreamResponse:
         """Answer one client; ClientError is the caller's to turn into a response."""
         body = await http.read()
-        request = parse_request(http.path, body, http.headers.get(CONVERSATION_HEADER))
+        request = parse_request(http.path, body)
         turn = self._identify(http, request)
         with self._conversations.under_way(turn.key, turn):
             return await self._both_legs(http, turn)
@@ -117,15 +125,16 @@ class Turns:
         named = request_id(http.headers)
         headers = to_engine(http.headers, self._access.authorization(http.headers))
         headers |= {REQUEST_ID: named, "Content-Type": "application/json"}
-        key, kept, reason = None, None, Reason.NO_CONVERSATION
-        if request.conversation is not None:
-            key = conversation_key(self._access.tenant(http.headers), request.conversation)
-            found = self._conversations.get(key)
+        kept, reason = None, Reason.NO_CONVERSATION
+        place = self._identities.find(self._access.tenant(http.headers), request, http.headers)
+        self._metrics.identified("none" if place is None else place.by)
+        if place is not None:
+            found = self._conversations.get(place.key)
             if isinstance(found, KeptTurn):
                 kept = found
             else:
                 reason = found
-        turn = Turn(request, headers, named, key, kept, last)
+        turn = Turn(request, headers, named, place, kept, last)
         if request.bypass is None:
             if kept is not None:
                 self._metrics.hit()
@@ -286,17 +295,23 @@ class Turns:
     def _keep(self, turn: Turn, node: Node, params: dict[str, Any] | None) -> None:
         """Remember what D has kept of a turn that it has answered, or that it has kept nothing."""
         kept = self._admit(turn, "decode", node, params)
-        key = turn.key
-        if key is not None and not self._conversations.goes_on(key, turn):
-            key = None  # forgotten while this turn ran
-        if key is None or turn.last:
-            self._conversations.put_last(key, kept or {}, node.name)
-        elif node.draining:
-            self._conversations.put_left(key, kept or {}, node.name)
+        place = turn.place
+        if place is not None and not self._conversations.goes_on(place.key, turn):
+            place = None  # forgotten while this turn ran
+        if place is None or turn.last:
+            self._conversations.put_last(turn.key if place else None, kept or {}, node.name)
+            for key in () if place is None else self._identities.end(place):
+                self._conversations.forget(key, Ended.ENDED)
+            return
+        settled = self._identities.settle(place)
+        if node.draining:
+            self._conversations.put_left(settled.key, kept or {}, node.name)
         elif kept is not None and holds_blocks(kept):
-            self._conversations.put(key, kept, node.name)
+            self._conversations.put(settled.key, kept, node.name)
         else:
-            self._conversations.put_nothing(key, why_nothing(params))
+            self._conversations.put_nothing(settled.key, why_nothing(params))
+        for key in settled.over:
+            self._conversations.forget(key, Ended.SUPERSEDED)
 
     def _admit(
         self, turn: Turn, leg: str, node: Node, params: dict[str, Any] | None
