@@ -123,6 +123,7 @@ async def test_what_d_keeps_is_not_counted_as_work(make_setup: MakeSetup) -> Non
 
     async def keeps(request: web.Request, body: dict[str, Any]) -> web.Response:
         params = {"remote_block_ids": [[1]], "remote_num_tokens": 1000}
+        params |= {"remote_engine_id": "d", "remote_port": 5600}
         return web.json_response({"choices": [], "kv_transfer_params": params})
 
     async def look(request: web.Request, body: dict[str, Any]) -> None:
