@@ -28,6 +28,7 @@ from vllm.bidir.router.node_metrics import NodeGauges
 from vllm.bidir.router.options import RouterOptions
 from vllm.bidir.router.pool import Pool
 from vllm.bidir.router.side_channels import SideChannels
+from vllm.bidir.router.sockets import node_socket
 from vllm.bidir.router.turn import Turns
 
 logger = logging.getLogger("vllm_bidir_router")
@@ -94,6 +95,7 @@ class Router:
             limit=0,
             keepalive_timeout=_KEEP_ALIVE_S,
             ssl=self.options.security.engine_context(),
+            socket_factory=node_socket,
         )
         async with aiohttp.ClientSession(
             connector=connector,

@@ -16,7 +16,8 @@ logger = logging.getLogger("vllm_bidir_router")
 
 # Nodes that are not up yet are asked this often, if that is more.
 _PROBE_S = 1.0
-_LEAST_TIMEOUT_S, _MOST_TIMEOUT_S = 1.0, 5.0
+# A server that is busy with a long prompt may take its time; one that is gone refuses at once.
+TIMEOUT_S = 5.0
 # A turn that finds no node waits for one more look no longer than this.
 _RECHECK_S = 1.0
 _APART_S = 0.1
@@ -29,7 +30,6 @@ class HealthChecks:
         self._legs = legs
         self._pools = pools
         self._interval_s = interval_s
-        self._timeout_s = min(max(interval_s, _LEAST_TIMEOUT_S), _MOST_TIMEOUT_S)
         self._joined = asyncio.Event()
         self._running = False
         self._ended = 0.0
@@ -100,7 +100,7 @@ class HealthChecks:
         was_up = node.health.up
         why = ""
         try:
-            answer = await asyncio.wait_for(self._legs.get(node, "/health", {}), self._timeout_s)
+            answer = await asyncio.wait_for(self._legs.get(node, "/health", {}), TIMEOUT_S)
             passed, why = answer.status == 200, str(answer.status)
         except Unreachable as error:
             passed, why = False, type(error).__name__

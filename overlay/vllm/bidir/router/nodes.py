@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 from vllm.bidir.router.address import Address
 from vllm.bidir.router.health import Health
@@ -17,7 +18,7 @@ class Node:
 
     `in_flight` turns with `tokens` prompt tokens to be computed, an estimate, are with it.
     `verifies`: it has said that it checks what it reads back. `draining`: it has been taken off the
-    list; it is given no new turns, and keeps none.
+    list; it is given no new turns, and keeps none. `awaited`: what is to end when it goes down.
     """
 
     role: str
@@ -27,6 +28,7 @@ class Node:
     tokens: int = 0
     verifies: bool = False
     draining: bool = False
+    awaited: set[asyncio.Task[Any]] = field(default_factory=set)
 
     @cached_property
     def name(self) -> str:

@@ -15,6 +15,7 @@ from vllm.bidir.router.nodes import Node, Watcher
 from vllm.bidir.router.policies import Ask, Policy, pick
 from vllm.bidir.router.queue import FullError, Queue
 from vllm.bidir.router.seat import Seat
+from vllm.bidir.router.while_up import give_up
 
 logger = logging.getLogger("vllm_bidir_router")
 
@@ -158,6 +159,7 @@ class Pool:
         else:
             # What comes back there may be another release.
             node.verifies = False
+            give_up(node)
         self.look_again()
 
     def look_again(self) -> None:
@@ -175,7 +177,8 @@ class Pool:
 
     def _take(self, ask: Ask, tried: set[Node]) -> Node | None:
         now = self._clock()
-        left = [node for node in self._in_turns() if node not in tried]
+        # A retry is not a turn of its own: the next turn would begin at the node that has failed.
+        left = [node for node in self._in_turns(move_on=not tried) if node not in tried]
         usable = [node for node in left if node.health.usable(now)]
         if not usable and self._always:
             usable = [node for node in left if node.health.up is not False]
@@ -193,10 +196,11 @@ class Pool:
         limit = self._limits.in_flight
         return not limit or node.in_flight < max(int(limit * node.health.share(now)), 1)
 
-    def _in_turns(self) -> list[Node]:
+    def _in_turns(self, move_on: bool = True) -> list[Node]:
         if not self._nodes:
             return []
-        start, self._next = self._next % len(self._nodes), self._next + 1
+        start = self._next % len(self._nodes)
+        self._next = start + move_on
         return [*self._nodes[start:], *self._nodes[:start]]
 
     def _come(self, address: Address) -> Node:

@@ -42,6 +42,7 @@ from vllm.bidir.router.request import (
 from vllm.bidir.router.seat import Seat
 from vllm.bidir.router.side_channels import SideChannels
 from vllm.bidir.router.stream import StreamFilter, take_params
+from vllm.bidir.router.while_up import while_up
 
 logger = logging.getLogger("vllm_bidir_router")
 
@@ -178,7 +179,8 @@ class Turns:
         """What a node answered, or None when it could not be reached."""
         begun = time.monotonic()
         try:
-            done = await self._legs.prefill(node, turn.request, params, turn.headers)
+            leg = self._legs.prefill(node, turn.request, params, turn.headers)
+            done = await while_up(node, leg)
         except Unreachable as error:
             self._failed(turn, "prefill", node, type(error).__name__)
             self._prefill.failed(node)
@@ -207,27 +209,15 @@ class Turns:
         refusal: Answer | None = None
         async for node in seat:
             try:
-                upstream = await self._legs.decode(node, turn.request, params, turn.headers)
+                upstream, first = await while_up(node, self._open(turn, node, params))
             except Unreachable as error:
                 self._failed(turn, "decode", node, type(error).__name__)
                 self._decode.failed(node)
                 continue
-            streamed = upstream.status == 200 and upstream.content_type == _EVENT_STREAM
-            try:
-                first = await (upstream.content.readany() if streamed else upstream.read())
-            except Unreachable as error:
-                upstream.close()
-                self._failed(turn, "decode", node, type(error).__name__)
-                self._decode.failed(node)
-                continue
-            except BaseException:
-                # The client has gone: closing is what ends the request on D.
-                upstream.close()
-                raise
             async with upstream:
                 if upstream.status < 500:
                     self._decode.succeeded(node)
-                if streamed:
+                if _is_stream(upstream):
                     return await self._stream(http, turn, node, upstream, first)
             if upstream.status < 500:
                 return self._answer(turn, node, upstream, first)
@@ -238,6 +228,26 @@ class Turns:
         if refusal is None:
             raise _no_decode_node()
         return _whole(refusal, turn)
+
+    async def _open(
+        self, turn: Turn, node: Node, params: dict[str, Any] | None
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
+        """D's response with its first bytes, or with all of them where it is no stream.
+
+        Raises Unreachable for a failure before the first byte.
+        """
+        upstream = await self._legs.decode(node, turn.request, params, turn.headers)
+        try:
+            if not _is_stream(upstream):
+                return upstream, await upstream.read()
+            first = await upstream.content.readany()
+            if not first:
+                raise aiohttp.ServerDisconnectedError("a stream without a byte")
+            return upstream, first
+        except BaseException:
+            # Whatever it is, such as a client that has gone: closing ends the request on D.
+            upstream.close()
+            raise
 
     def _answer(
         self, turn: Turn, node: Node, upstream: aiohttp.ClientResponse, whole: bytes
@@ -272,7 +282,7 @@ class Turns:
         """D's stream for the client. Its params are kept before the client sees its end."""
         taken = StreamFilter()
         said = False
-        piece = first
+        piece, out = first, b""
         try:
             while piece:
                 out = taken.feed(piece)
@@ -284,6 +294,9 @@ class Turns:
                 piece = await upstream.content.readany()
         except (*Unreachable, ValueError) as error:
             self._failed(turn, "decode", node, type(error).__name__)
+            # An event that D has not ended must not take in the error.
+            if not out.endswith((b"\n\n", b"\r\n\r\n")):
+                yield b"\n"
             yield error_event(502, "The decode node failed in the middle of its answer.")
             return
         out = taken.finish()
@@ -329,6 +342,10 @@ class Turns:
     def _failed(self, turn: Turn, leg: str, node: Node, kind: str) -> None:
         self._metrics.failure(leg, kind)
         logger.warning("%s: %s leg failed on %s: %s", turn, leg, node.name, kind)
+
+
+def _is_stream(upstream: aiohttp.ClientResponse) -> bool:
+    return upstream.status == 200 and upstream.content_type == _EVENT_STREAM
 
 
 def _no_decode_node() -> ClientError:

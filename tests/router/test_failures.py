@@ -1,0 +1,334 @@
+"""What a client sees when a node fails, and what a node sees when a client goes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from vllm.bidir.router.sockets import node_socket
+
+from tests.router.conftest import BODY, MakeSetup, Setup, until
+from tests.router.fake_engine import FakeEngine, as_client_sees, d_params, event
+
+GONE_WITHIN_S = 0.1
+
+
+async def begin(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    return response
+
+
+def cut(request: web.Request) -> None:
+    assert request.transport is not None
+    request.transport.abort()
+
+
+async def hangs(request: web.Request, body: dict[str, Any]) -> None:
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize("status", [500, 503])
+async def test_a_p_that_answers_5xx_is_replaced_by_another(
+    status: int, make_setup: MakeSetup
+) -> None:
+    setup = await make_setup(prefill=2)
+
+    async def broken(request: web.Request, body: dict[str, Any]) -> web.Response:
+        return web.Response(status=status, text="no")
+
+    setup.prefill[0].script = broken
+    for _ in range(2):
+        assert (await setup.ask())[0] == 200
+    assert len(setup.prefill[1].asked) == 2
+    assert all("kv_transfer_params" in asked for asked in setup.decode[0].asked)
+    assert setup.metric("bidir_router_retries_total", role="prefill") == 1
+
+
+async def test_where_all_p_answer_5xx_the_d_serves_alone(make_setup: MakeSetup) -> None:
+    setup = await make_setup(prefill=2)
+
+    async def broken(request: web.Request, body: dict[str, Any]) -> web.Response:
+        return web.Response(status=500, text="no")
+
+    for engine in setup.prefill:
+        engine.script = broken
+    status, body = await setup.ask(stream=True)
+    assert (status, body) == (200, as_client_sees(d_params(1)))
+    assert "kv_transfer_params" not in setup.decode[0].asked[0]
+
+
+def fails_how(how: str) -> Any:
+    """A script of a D that fails before its first byte, or before the end of a whole answer."""
+
+    async def script(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if how == "500":
+            return web.Response(status=500, text="no")
+        if how == "no answer":
+            cut(request)
+            return web.Response()
+        if how == "headers only":
+            response = await begin(request)
+            cut(request)
+            return response
+        if how == "empty stream":
+            return await begin(request)
+        assert how == "half a whole answer"
+        response = web.StreamResponse(headers={"Content-Length": "100"})
+        response.content_type = "application/json"
+        await response.prepare(request)
+        await response.write(b'{"choices": [')
+        cut(request)
+        return response
+
+    return script
+
+
+@pytest.mark.parametrize(
+    "how", ["500", "no answer", "headers only", "empty stream", "half a whole answer"]
+)
+async def test_a_d_that_fails_before_its_first_byte_is_replaced_by_another(
+    how: str, make_setup: MakeSetup
+) -> None:
+    setup = await make_setup(decode=2)
+    stream = how != "half a whole answer"
+    setup.decode[0].script = fails_how(how)
+    for _ in range(2):
+        status, body = await setup.ask(stream=stream)
+        assert status == 200
+        assert body.endswith(event("[DONE]")) if stream else json.loads(body)["choices"]
+    assert (len(setup.decode[0].asked), len(setup.decode[1].asked)) == (1, 2)
+    # P has computed each turn once: its KV is there for the other D.
+    assert len(setup.prefill[0].asked) == 2
+    assert setup.metric("bidir_router_retries_total", role="decode") == 1
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_a_node_that_hangs_is_replaced_once_it_is_down(
+    leg: str, make_setup: MakeSetup
+) -> None:
+    setup = await make_setup(2, 2, health_interval=0.05)
+    await until(lambda: all(node.health.up for node in setup.router.decode.nodes))
+    one, two = getattr(setup, leg)
+    one.script = hangs
+    # One of the two is given the one that hangs.
+    asking = [asyncio.create_task(setup.ask(stream=True)) for _ in range(2)]
+    await until(lambda: len(one.asked) == 1 and len(two.asked) == 1)
+    one.health = 503
+    assert {status for status, _ in await asyncio.gather(*asking)} == {200}
+    assert len(two.asked) == 2
+    await asyncio.wait_for(one.gone.wait(), 1)
+
+
+async def test_a_node_that_goes_down_keeps_the_streams_that_it_still_serves(
+    make_setup: MakeSetup,
+) -> None:
+    """An engine that is about to end, or too busy for its /health, may well finish them."""
+    setup = await make_setup(health_interval=0.05)
+    engine, node = setup.decode[0], setup.router.decode.nodes[0]
+    may_end = asyncio.Event()
+
+    async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await begin(request)
+        await response.write(event("1"))
+        await may_end.wait()
+        await response.write(event("2"))
+        return response
+
+    engine.script = slow
+    await until(lambda: node.health.up is True)
+    asking = asyncio.create_task(setup.ask(stream=True))
+    await until(lambda: len(engine.asked) == 1)
+    engine.health = 503
+    await until(lambda: node.health.up is False)
+    may_end.set()
+    assert await asking == (200, event("1") + event("2"))
+
+
+async def test_a_refusal_of_d_reaches_the_client_as_it_is_and_is_not_tried_again(
+    make_setup: MakeSetup,
+) -> None:
+    setup = await make_setup(decode=2, eject_after=1)
+
+    async def refuse(request: web.Request, body: dict[str, Any]) -> web.Response:
+        return web.json_response({"error": {"message": "too long"}}, status=400)
+
+    for engine in setup.decode:
+        engine.script = refuse
+    status, body = await setup.ask(stream=True)
+    assert (status, json.loads(body)) == (400, {"error": {"message": "too long"}})
+    assert sum(len(engine.asked) for engine in setup.decode) == 1
+    assert setup.metric("bidir_router_ejections_total", role="decode") == 0
+
+
+@pytest.mark.parametrize("last", [event("x"), b"data: x\n", b"data: x", b"data: x\r\n\r\n", b": c"])
+async def test_after_the_first_byte_there_is_an_error_event_and_no_second_try(
+    last: bytes, make_setup: MakeSetup
+) -> None:
+    setup = await make_setup(decode=2)
+
+    async def breaks(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await begin(request)
+        await response.write(event("first"))
+        await response.write(last)
+        await asyncio.sleep(0.02)
+        cut(request)
+        return response
+
+    for engine in setup.decode:
+        engine.script = breaks
+    status, body = await setup.ask(stream=True)
+    assert status == 200 and body.startswith(event("first"))
+    # An event of its own, whatever D had begun.
+    error = body.replace(b"\r\n", b"\n").strip().split(b"\n\n")[-1].strip()
+    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == 502
+    assert sum(len(engine.asked) for engine in setup.decode) == 1
+
+
+@pytest.mark.parametrize(
+    "when", ["prefill", "before the first byte", "between two tokens", "in a whole answer"]
+)
+async def test_the_engine_sees_within_100_ms_that_the_client_has_gone(
+    when: str, setup: Setup
+) -> None:
+    engine = setup.prefill[0] if when == "prefill" else setup.decode[0]
+    started = asyncio.Event()
+
+    async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse | None:
+        response = None
+        if when == "between two tokens":
+            response = await begin(request)
+            await response.write(event("1"))
+        started.set()
+        await asyncio.sleep(60)
+        return response
+
+    engine.script = slow
+    stream = when != "in a whole answer"
+    asking = asyncio.create_task(setup.ask(stream=stream, conversation_id="c"))
+    await asyncio.wait_for(started.wait(), 5)
+    if when == "between two tokens":
+        await asyncio.sleep(0.05)
+    asking.cancel()
+    begun = time.monotonic()
+    await asyncio.wait_for(engine.gone.wait(), 5)
+    assert time.monotonic() - begun < GONE_WITHIN_S
+    nodes = (*setup.router.prefill.nodes, *setup.router.decode.nodes)
+    await until(lambda: all(node.in_flight == node.tokens == 0 for node in nodes))
+    assert all(not node.awaited for node in nodes)
+
+
+async def test_a_client_that_goes_while_it_does_not_read_ends_the_work_too(setup: Setup) -> None:
+    """The router waits to write then, not to read."""
+    engine = setup.decode[0]
+    written = Written(engine, pieces=2000)
+    response = await setup.client.post(setup.url + "/v1/completions", json={**BODY, "stream": True})
+    await written.until_it_stands_still()
+    response.close()
+    begun = time.monotonic()
+    await asyncio.wait_for(engine.gone.wait(), 5)
+    assert time.monotonic() - begun < GONE_WITHIN_S
+
+
+class Written:
+    """A D that writes as fast as it is let, and how much that was."""
+
+    PIECE = event("x" * 65_000)
+
+    def __init__(self, engine: FakeEngine, pieces: int) -> None:
+        self.count = 0
+        self._pieces = pieces
+        engine.script = self._write
+
+    async def _write(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await begin(request)
+        for _ in range(self._pieces):
+            await response.write(self.PIECE)
+            self.count += 1
+        return response
+
+    async def until_it_stands_still(self) -> None:
+        before = -1
+        while before != self.count or not self.count:
+            before = self.count
+            await asyncio.sleep(0.1)
+
+
+async def test_a_client_that_reads_slowly_slows_its_d_down_and_loses_nothing(
+    setup: Setup,
+) -> None:
+    """What it has not read stays where it is made: in between are sockets' buffers only."""
+    pieces = 1000
+    written = Written(setup.decode[0], pieces)
+    url = setup.url + "/v1/completions"
+    async with setup.client.post(url, json={**BODY, "stream": True}) as response:
+        await written.until_it_stands_still()
+        assert written.count < pieces / 2
+        whole = await response.read()
+    assert whole == Written.PIECE * pieces
+
+
+async def test_many_streams_at_once(make_setup: MakeSetup) -> None:
+    """All of them open at the same time, each with its own bytes."""
+    count = 400
+    setup = await make_setup(2, 2)
+    all_there = asyncio.Event()
+    open_now = 0
+
+    async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        nonlocal open_now
+        response = await begin(request)
+        await response.write(event(body["user"]))
+        open_now += 1
+        if open_now == count:
+            all_there.set()
+        await all_there.wait()
+        await response.write(event("[DONE]"))
+        return response
+
+    for engine in setup.decode:
+        engine.script = slow
+    session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+
+    async def one(user: str) -> bool:
+        body = {**BODY, "stream": True, "user": user}
+        async with session.post(setup.url + "/v1/completions", json=body) as response:
+            return await response.read() == event(user) + event("[DONE]")
+
+    async with session:
+        whole = await asyncio.wait_for(
+            asyncio.gather(*(one(str(number)) for number in range(count))), 60
+        )
+    assert all(whole)
+    assert [len(engine.asked) for engine in setup.decode] == [count / 2] * 2
+
+
+def test_a_host_that_has_vanished_is_noticed() -> None:
+    with node_socket((socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 9))) as made:
+        assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        seconds = [
+            made.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        ]
+        assert seconds[0] + seconds[1] * seconds[2] <= 30
+        assert 0 < made.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 30_000
+
+
+async def test_nodes_are_reached_over_such_sockets(setup: Setup) -> None:
+    seen: list[int] = []
+
+    async def look(request: web.Request, body: dict[str, Any]) -> None:
+        connections = setup.router._legs._session.connector._acquired  # type: ignore[union-attr]
+        for one in connections:
+            raw = one.transport.get_extra_info("socket")
+            seen.append(raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+
+    setup.decode[0].script = look
+    await setup.ask()
+    assert seen and all(seen)
