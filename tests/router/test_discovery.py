@@ -206,6 +206,23 @@ async def test_a_list_that_cannot_be_used_changes_nothing(
     await until(lambda: names(setup) == [str(another.address)])
 
 
+async def test_half_of_a_list_is_not_used(
+    make_setup: MakeSetup, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "nodes.yaml"
+    setup = await followed(make_setup, path)
+    own = str(setup.decode[0].address)
+    with path.open("w") as file:
+        file.write("decode:\n- other:1\n")
+        for _ in range(20):
+            file.write("# still writing\n")
+            file.flush()
+            await asyncio.sleep(0.015)
+        assert names(setup) == [own]
+        file.write(f"- '{own}'\n")
+    await until(lambda: names(setup) == ["other:1", own])
+
+
 async def test_an_empty_list_is_a_503_until_there_is_a_node(
     make_setup: MakeSetup, tmp_path: Path
 ) -> None:
@@ -269,3 +286,60 @@ async def test_nodes_with_ipv6_addresses(make_setup: MakeSetup) -> None:
     finally:
         for engine in engines.values():
             await engine.stop()
+
+
+async def test_a_name_that_was_unknown_is_asked_for_again_at_once(
+    make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch, another: FakeEngine
+) -> None:
+    """A service that has no pods yet: its first turn must not wait for the interval."""
+    asked: list[str] = []
+
+    async def resolve(name: str, port: int) -> list[str]:
+        asked.append(name)
+        if len(asked) < 3:
+            raise socket.gaierror(-2, "unknown")
+        return ["127.0.0.1"]
+
+    monkeypatch.setattr(discovery, "resolve", resolve)
+    name = Address("decode.svc", another.address.port, many=True)
+    setup = await make_setup(decode=(name,), dns_interval=600.0)
+    assert (await setup.ask())[0] == 503
+    await until(lambda: names(setup) == [str(another.address)])
+    await until(lambda: len(setup.router.decode.usable()) == 1)
+    assert (await setup.ask())[0] == 200
+    await asyncio.sleep(0.15)
+    assert len(asked) == 3
+
+
+async def test_a_node_that_is_added_before_it_is_up_is_given_no_turns_yet(
+    make_setup: MakeSetup, another: FakeEngine
+) -> None:
+    setup = await make_setup(health_interval=0.05, slow_start=0.0)
+    await until(lambda: setup.router.decode.nodes[0].health.up is True)
+    another.health = 503
+    setup.router.decode.set_addresses([setup.decode[0].address, another.address])
+    assert [node.address for node in setup.router.decode.usable()] == [setup.decode[0].address]
+    for _ in range(4):
+        assert (await setup.ask())[0] == 200
+    assert another.asked == []
+    another.health = 200
+    await until(lambda: len(setup.router.decode.usable()) == 2)
+    for _ in range(2):
+        await setup.ask()
+    assert len(another.asked) == 1
+
+
+async def test_nodes_that_have_gone_leave_nothing_in_the_router(
+    make_setup: MakeSetup, another: FakeEngine
+) -> None:
+    setup = await make_setup()
+    own = setup.decode[0].address
+    await setup.ask()
+    await asyncio.sleep(0.05)
+    before = len(asyncio.all_tasks())
+    for number in range(20):
+        setup.router.decode.set_addresses([own, Address(f"127.0.1.{number}", 9)])
+        await asyncio.sleep(0)
+    setup.router.decode.set_addresses([own])
+    await until(lambda: len(asyncio.all_tasks()) <= before)
+    assert set(setup.router.leases._of) == {str(own)}

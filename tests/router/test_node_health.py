@@ -190,3 +190,20 @@ async def test_gauges_show_turns_in_flight_and_go_with_their_node(setup: Setup) 
     may_end.set()
     assert (await asking)[0] == 200
     await until(lambda: in_flight() is None and up(setup, "decode", engine) is None)
+
+
+async def test_a_p_that_was_down_is_not_offered_what_d_kept_until_it_verifies_again(
+    make_setup: MakeSetup,
+) -> None:
+    setup = await make_setup(health_interval=0.05)
+    engine, node = setup.prefill[0], setup.router.prefill.nodes[0]
+    await until(lambda: node.health.up is True)
+    await setup.ask(conversation_id="c")
+    engine.health = 503
+    await until(lambda: node.health.up is False)
+    engine.health = 200
+    await until(lambda: node.health.up is True)
+    for _ in range(2):
+        await setup.ask(conversation_id="c")
+    offered = [one["kv_transfer_params"].get("remote_request_id") for one in engine.asked]
+    assert offered[1] is None and offered[2] is not None

@@ -8,6 +8,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from vllm.bidir.router.address import Address
+from vllm.bidir.router.health import HealthRules
+from vllm.bidir.router.metrics import Metrics
+from vllm.bidir.router.policies import Ask, Policy
+from vllm.bidir.router.pool import Limits, Pool
 
 from tests.router.conftest import BODY, MakeSetup, Setup, until
 from tests.router.fake_engine import FakeEngine
@@ -189,3 +194,18 @@ async def test_a_turn_whose_node_has_failed_goes_before_those_who_have_not_begun
         gate.held[number].set()
     assert [status for status, _ in await asyncio.gather(*tasks)] == [200] * 3
     assert gate.users() == ["first", "failing", "waits"]
+
+
+async def test_a_client_that_goes_just_when_there_is_room_leaves_it_to_the_next() -> None:
+    pool = Pool("decode", Policy(), Limits(in_flight=1), HealthRules(), Metrics())
+    pool.set_addresses([Address("n", 1)])
+    ask = Ask(tokens=5)
+    node = await pool.take(ask, set())
+    assert node is not None
+    gone, following = (asyncio.create_task(pool.take(ask, set())) for _ in range(2))
+    await asyncio.sleep(0)
+    assert pool.waiting == 2
+    pool.give_back(node, ask)
+    gone.cancel()
+    assert await asyncio.wait_for(following, 5) is node
+    assert gone.cancelled() and (node.in_flight, node.tokens) == (1, 5)

@@ -113,15 +113,13 @@ class Discovery:
         self._pools = {"prefill": prefill, "decode": decode}
         self._metrics = metrics
         self._seen: Any = None
+        self._read: Any = None
         self._resolved: dict[Address, tuple[Address, ...]] = {}
         self._silent: set[Address] = set()
         self._next_dns = 0.0
 
     async def start(self) -> None:
         """Resolve all names, so that the first turn finds nodes."""
-        if self._file is not None:
-            # What changed since the options were read is a change.
-            await self._look_at_file(self._file)
         await self._resolve_names(self._names())
         self._apply()
 
@@ -154,16 +152,18 @@ class Discovery:
             )
 
     async def _look_at_file(self, path: Path) -> bool:
-        """Read the file if it has changed; whether there is a new list."""
+        """Read the file if it has changed and stands still; whether there is a new list."""
         try:
             about = await asyncio.to_thread(path.stat)
         except OSError:
             # Between two versions of itself; a list that is not there takes no node away.
             return False
         seen = (about.st_mtime_ns, about.st_size, about.st_ino)
-        if seen == self._seen:
+        if seen == self._read or seen != self._seen:
+            # Half of a list is a list too: it must look the same twice.
+            self._seen = seen
             return False
-        self._seen = seen
+        self._read = seen
         try:
             self._wanted = await asyncio.to_thread(read_node_list, path)
         except ValueError as error:
