@@ -14,6 +14,7 @@ One turn, and the module that each step lives in:
 Which nodes there are `discovery` knows, by flags, a file or DNS; how they are, `checks` and
 `health`; a turn has a `seat` on one, and waits in a `queue` where all are full.
 
-`turn` strings them together, `app` is the HTTP server around it, `cli` the command.
+`turn` strings them together, `app` is the HTTP server around it, `cli` the command,
+`runtime` what the process runs on.
 It carries metadata only; KV moves between the nodes. It imports nothing of the engine.
 """

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from aiohttp import web
 from vllm.bidir.router.app import Router, make_app
 from vllm.bidir.router.options import RouterOptions, parse
+from vllm.bidir.router.runtime import calm_garbage_collector, new_event_loop
 
 logger = logging.getLogger("vllm_bidir_router")
 
@@ -44,6 +45,7 @@ def _serve(options: RouterOptions) -> None:
         ", ".join(map(str, options.prefill)) or "none",
         ", ".join(map(str, options.decode)) or "none",
     )
+    calm_garbage_collector()
     # handler_cancellation: a client that goes away ends both legs.
     web.run_app(
         make_app(Router(options)),
@@ -54,4 +56,5 @@ def _serve(options: RouterOptions) -> None:
         handler_cancellation=True,
         shutdown_timeout=10.0,
         ssl_context=options.security.server_context(),
+        loop=new_event_loop(),
     )

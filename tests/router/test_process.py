@@ -1,0 +1,114 @@
+"""The router as the process that its command starts: streams, clients that leave, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from vllm.bidir.router.runtime import new_event_loop
+
+from tests.router.conftest import BODY
+from tests.router.fake_engine import FakeEngine, as_client_sees, d_params, event
+from tools.cluster.ports import PortReservations
+
+OVERLAY = Path(__file__).resolve().parents[2] / "overlay"
+# Hides uvloop from the process.
+WITHOUT = "import sys; sys.modules['uvloop'] = None\n"
+RUN = "import sys; from vllm_bidir_router import main; sys.exit(main())"
+
+
+@dataclass
+class Running:
+    process: asyncio.subprocess.Process
+    url: str
+    prefill: FakeEngine
+    decode: FakeEngine
+
+
+@pytest.fixture(params=["uvloop", "asyncio"])
+async def running(request: pytest.FixtureRequest) -> AsyncIterator[Running]:
+    if request.param == "uvloop" and importlib.util.find_spec("uvloop") is None:
+        pytest.skip("needs uvloop")
+    code = RUN if request.param == "uvloop" else WITHOUT + RUN
+    engines = [await FakeEngine(role).start() for role in ("prefill", "decode")]
+    with PortReservations() as ports:
+        port = ports.reserve()
+        command = [sys.executable, "-c", code, "--host", "127.0.0.1", "--port", str(port)]
+        for role, engine in zip(("prefiller", "decoder"), engines, strict=True):
+            command += [f"--{role}-host", engine.address.host]
+            command += [f"--{role}-port", str(engine.address.port)]
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            env={**os.environ, "PYTHONPATH": str(OVERLAY)},
+            stderr=asyncio.subprocess.PIPE,
+        )
+        url = f"http://127.0.0.1:{port}"
+        try:
+            await until_healthy(url)
+            yield Running(process, url, *engines)
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.communicate()
+            for engine in engines:
+                await engine.stop()
+
+
+async def until_healthy(url: str) -> None:
+    async with aiohttp.ClientSession() as client:
+        for _ in range(400):
+            with contextlib.suppress(aiohttp.ClientError):
+                async with client.get(url + "/health") as response:
+                    if response.status == 200:
+                        return
+            await asyncio.sleep(0.05)
+    raise TimeoutError("the router does not come up")
+
+
+async def test_a_stream_passes_unchanged(running: Running) -> None:
+    async with (
+        aiohttp.ClientSession() as client,
+        client.post(running.url + "/v1/completions", json={**BODY, "stream": True}) as response,
+    ):
+        assert await response.read() == as_client_sees(d_params(1))
+
+
+async def test_a_client_that_leaves_ends_the_request_on_d(running: Running) -> None:
+    async def for_ever(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        while True:
+            await response.write(event({"choices": [{"index": 0, "text": "x"}]}))
+            await asyncio.sleep(0.01)
+
+    running.decode.script = for_ever
+    async with aiohttp.ClientSession() as client:
+        body = {**BODY, "stream": True}
+        async with client.post(running.url + "/v1/completions", json=body) as response:
+            await response.content.readany()
+            response.close()
+        await asyncio.wait_for(running.decode.gone.wait(), 5)
+
+
+async def test_it_ends_when_it_is_told_to(running: Running) -> None:
+    running.process.send_signal(signal.SIGTERM)
+    _, said = await asyncio.wait_for(running.process.communicate(), 15)
+    assert running.process.returncode == 0 and b"Traceback" not in said
+
+
+def test_uvloop_is_what_it_runs_on_where_it_is_installed() -> None:
+    loop = new_event_loop()
+    loop.close()
+    expected = "asyncio" if importlib.util.find_spec("uvloop") is None else "uvloop"
+    assert type(loop).__module__.partition(".")[0] == expected
