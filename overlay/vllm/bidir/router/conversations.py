@@ -18,7 +18,7 @@ from vllm.bidir.router.leases import Ended, Lease, Leases
 Key = bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class KeptTurn:
     """D's kv_transfer_params of a finished turn, the node that keeps the blocks, and until when.
 

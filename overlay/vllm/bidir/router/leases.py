@@ -33,7 +33,7 @@ class Ended(str, Enum):
     EVICTED = "evicted"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Lease:
     """One kept turn of the conversation `key` on the decode node `node`.
 
