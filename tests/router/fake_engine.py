@@ -65,6 +65,8 @@ class FakeEngine:
         app = web.Application(client_max_size=1 << 30)
         self.leases.add_routes(app)
         app.router.add_post("/v1/{rest:.*}", self._generate)
+        for path in ("/tokenize", "/detokenize"):
+            app.router.add_post(path, self._generate)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         self.server = TestServer(app, host=host, port=port)

@@ -18,7 +18,7 @@ MOST_BYTES = 620
 
 
 def test_a_leased_conversation_takes_600_bytes_and_its_params() -> None:
-    leases = Leases(["node"], Metrics())
+    leases = Leases(Metrics())
     kept = Conversations(COUNT, 450.0, 600.0, leases, time.monotonic)
     params = d_params(1) | {"lease_id": lease_id(0), "lease_duration": 15.0}
     size = len(msgspec.json.encode(params))

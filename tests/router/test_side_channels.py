@@ -9,7 +9,7 @@ from aiohttp import web
 from vllm.bidir.router.security import Security
 from vllm.bidir.router.side_channels import SideChannel, SideChannels, parse_side_channel
 
-from tests.router.conftest import Setup, another_router
+from tests.router.conftest import BODY, Setup, another_router
 from tests.router.fake_engine import P_PARAMS, FakeEngine, d_params
 
 
@@ -109,8 +109,13 @@ async def test_what_names_another_side_channel_is_dropped_and_counted(
 ) -> None:
     own = P_PARAMS if leg == "prefill" else d_params(1)
     moves(getattr(setup, leg)[0], own, [5600, 6666, 5600, 5600])
+    said = []
     for _ in range(4):
-        assert (await setup.ask(conversation_id="c"))[0] == 200
+        body = {**BODY, "conversation_id": "c"}
+        async with setup.client.post(setup.url + "/v1/completions", json=body) as response:
+            assert response.status == 200
+            said.append(response.headers["x-kv-reuse"].split(";")[0])
+    assert said == ["miss", "miss" if leg == "prefill" else "hit", "hit", "hit"]
     assert setup.metric("bidir_router_params_dropped_total", leg=leg) == 1
     to_d = [asked.get("kv_transfer_params") for asked in setup.decode[0].asked]
     offered = [a["kv_transfer_params"]["remote_port"] for a in setup.prefill[0].asked]

@@ -2,17 +2,55 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
+from typing import Any
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.bidir.router.stream import StreamFilter, take_params
 
+from tests.router.conftest import Setup
 from tests.router.fake_engine import as_client_sees, d_params, event, stream_of
 
 WHOLE = b"".join(stream_of(d_params(1)))
+
+
+# All that a stream of events may hold: comments, ids, CRLF, empty lines, no last newline.
+EVENTS = (
+    ": keep-alive\r\n\r\nid: 7\r\nretry: 3\r\nevent: \u00fc\u4e2d\U0001f600\r\n"
+    'data: {"text":"\u00fc\u4e2d\U0001f600\u2028\\r"}\r\n\r\n:\n\n\n'
+    'data:{"a":1,"kv_transfer_params":{"b":"\u4e2d"},"c":"\U0001f600"}\r\n\r\nfield\ndata\n'
+    'data:  {"kv_transfer_params":null}  \n\ndata: [DONE]\n\n: bye \u4e2d'
+).encode()
+EVENTS_SEEN = EVENTS.replace(',"kv_transfer_params":{"b":"\u4e2d"}'.encode(), b"").replace(
+    b'"kv_transfer_params":null', b""
+)
+
+
+@given(st.lists(st.integers(0, len(EVENTS)), max_size=30))
+def test_any_cut_of_any_event_stream_gives_the_same(cuts: list[int]) -> None:
+    ends = [0, *sorted(cuts), len(EVENTS)]
+    assert run([EVENTS[a:b] for a, b in itertools.pairwise(ends)])[0] == EVENTS_SEEN
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 64])
+async def test_a_stream_in_small_pieces_reaches_the_client_byte_for_byte(
+    setup: Setup, size: int
+) -> None:
+    async def pieces(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for at in range(0, len(EVENTS), size):
+            await response.write(EVENTS[at : at + size])
+            await asyncio.sleep(0)
+        return response
+
+    setup.decode[0].script = pieces
+    assert await setup.ask(stream=True) == (200, EVENTS_SEEN)
 
 
 def run(pieces: list[bytes]) -> tuple[bytes, dict[str, object] | None]:

@@ -30,6 +30,7 @@ class Reason(str, Enum):
     BYPASS_N = "bypass_n"
     BYPASS_LIST = "bypass_list"
     BYPASS_LOGPROBS = "bypass_logprobs"
+    BYPASS_STORED = "bypass_stored"
 
     def __str__(self) -> str:
         return self.value

@@ -3,12 +3,12 @@
 
 One turn, and the module that each step lives in:
 
-1. parse the request and find what cannot go through P and D    `request`
-2. find the conversation it belongs to                          `conversations`
+1. parse the request and find what cannot go through P and D    `request`, `client_params`
+2. find the conversation it belongs to                          `identity`, `responses`
 3. choose a D, sticky to where the KV is, and a P               `pool`, `policies`
 4. prefill leg: P reads back what D kept, computes the rest     `legs`
 5. decode leg: bytes pass through, D's params are taken out     `legs`, `stream`
-6. keep D's params for the next turn                            `conversations`
+6. keep D's params for the next turn                            `side_channels`, `conversations`
 7. renew D's lease, give it back when nobody needs it           `leases`, `heartbeat`
 
 Which nodes there are `discovery` knows, by flags, a file or DNS; how they are, `checks` and
@@ -16,5 +16,7 @@ Which nodes there are `discovery` knows, by flags, a file or DNS; how they are, 
 
 `turn` strings them together, `app` is the HTTP server around it, `cli` the command,
 `runtime` what the process runs on.
+`access` says who may ask, `headers` what crosses, `side_calls` serves what is no turn, `reuse`
+tells the client.
 It carries metadata only; KV moves between the nodes. It imports nothing of the engine.
 """

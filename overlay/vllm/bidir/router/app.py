@@ -7,6 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib import metadata
 
 import aiohttp
 from aiohttp import web
@@ -17,16 +18,19 @@ from vllm.bidir.router.checks import HealthChecks
 from vllm.bidir.router.conversations import Conversations, conversation_key
 from vllm.bidir.router.discovery import Discovery, NodeList
 from vllm.bidir.router.errors import ClientError
-from vllm.bidir.router.headers import to_engine
+from vllm.bidir.router.headers import REQUEST_ID, request_id
 from vllm.bidir.router.heartbeat import Heartbeat
 from vllm.bidir.router.http_log import HttpLog
 from vllm.bidir.router.identity import Identities
 from vllm.bidir.router.leases import Ended, Leases
-from vllm.bidir.router.legs import Legs, Unreachable
+from vllm.bidir.router.legs import Legs
 from vllm.bidir.router.metrics import Metrics
 from vllm.bidir.router.node_metrics import NodeGauges
 from vllm.bidir.router.options import RouterOptions
 from vllm.bidir.router.pool import Pool
+from vllm.bidir.router.request import APIS
+from vllm.bidir.router.responses import Responses
+from vllm.bidir.router.side_calls import GET, POST, SideCalls
 from vllm.bidir.router.side_channels import SideChannels
 from vllm.bidir.router.sockets import node_socket
 from vllm.bidir.router.turn import Turns
@@ -35,7 +39,6 @@ logger = logging.getLogger("vllm_bidir_router")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-GENERATION = ("/v1/chat/completions", "/v1/completions")
 # Below uvicorn's keep-alive in vLLM (5 s), so that we never write to a connection that the node
 # is closing.
 _KEEP_ALIVE_S = 4.0
@@ -83,6 +86,7 @@ class Router:
         )
         # Two for each conversation: its last turn, and one more to which a fork may go back.
         self.identities = Identities(2 * options.max_conversations)
+        self.responses = Responses(options.security.max_stored_responses)
         self.metrics.leases.set_function(lambda: len(self.leases))
         self.metrics.conversations.set_function(lambda: len(self.conversations))
         self._legs: Legs | None = None
@@ -112,6 +116,7 @@ class Router:
                 self.metrics,
                 self.access,
                 self.identities,
+                self.responses,
                 SideChannels(self.options.security.side_channels),
             )
             heartbeat = Heartbeat(
@@ -138,19 +143,21 @@ class Router:
         assert self._turns is not None  # set before the server listens
         return await self._turns.serve(http)
 
-    async def models(self, http: web.Request) -> web.StreamResponse:
-        """The models of the first decode node that answers."""
+    async def side_call(self, http: web.Request) -> web.StreamResponse:
         assert self._legs is not None  # set before the server listens
-        headers = to_engine(http.headers, self.access.authorization(http.headers))
-        for node in self.decode.candidates():
-            try:
-                answer = await self._legs.get(node, http.path, headers)
-            except Unreachable:
-                continue
-            return web.Response(
-                status=answer.status, body=answer.body, content_type=answer.content_type
-            )
-        raise ClientError(503, "No decode node can be reached. Try again later.")
+        return await SideCalls(self._legs, self.access, self.decode.candidates).serve(http)
+
+    async def show_conversation(self, http: web.Request) -> web.StreamResponse:
+        """What is kept of a conversation of this tenant: no ids, and nothing of what was said."""
+        tenant = self.access.tenant(http.headers)
+        keys = self.identities.keys_of(conversation_key(tenant, http.match_info["id"]))
+        lines = [told for key in keys if (told := self.conversations.tell(key)) is not None]
+        if not lines:
+            raise ClientError(404, "No such conversation is remembered.")
+        return web.json_response({"object": "conversation", "lines": lines})
+
+    async def show_version(self, http: web.Request) -> web.StreamResponse:
+        return web.json_response({"version": _version()})
 
     async def end_conversation(self, http: web.Request) -> web.StreamResponse:
         """Forget a conversation of this tenant and give its lease back."""
@@ -181,28 +188,40 @@ class Router:
 
 @web.middleware
 async def openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every refusal of the router itself has OpenAI's error shape."""
+    """Every refusal of the router itself has the error shape of its API, else OpenAI's."""
     try:
         return await handler(request)
-    except ClientError as error:
-        return error.response()
+    except ClientError as refusal:
+        error = refusal
     except web.HTTPRequestEntityTooLarge:
         limit = request.client_max_size
-        return ClientError(413, f"The body exceeds {limit} bytes (--max-body).").response()
+        error = ClientError(413, f"The body exceeds {limit} bytes (--max-body).")
     except web.HTTPNotFound:
-        return ClientError(404, f"Unknown path {request.path[:200]}.").response()
-    except web.HTTPMethodNotAllowed as error:
-        allowed = ", ".join(sorted(error.allowed_methods))
-        return ClientError(405, f"Use {allowed} for {request.path[:200]}.").response()
+        error = ClientError(404, f"Unknown path {request.path[:200]}.")
+    except web.HTTPMethodNotAllowed as refusal:
+        allowed = ", ".join(sorted(refusal.allowed_methods))
+        error = ClientError(405, f"Use {allowed} for {request.path[:200]}.")
     except web.RequestPayloadError:
-        return ClientError(400, "The body is not what its headers say.").response()
+        error = ClientError(400, "The body is not what its headers say.")
     except web.HTTPException:
         raise
     except Exception:
         if request.writer.output_size > 0:
             raise  # the server cuts the connection: nothing else can be said any more
-        logger.exception("%s: a fault of the router", request.path[:200])
-        return ClientError(500, "The router has failed; its log says why.").response()
+        logger.exception("a fault of the router")
+        error = ClientError(500, "The router has failed; its log says why.")
+    response = error.response(request.path)
+    if REQUEST_ID in request.headers:
+        response.headers[REQUEST_ID] = request_id(request.headers)
+    return response
+
+
+def _version() -> str:
+    """The release of the wheel that the router is a part of."""
+    try:
+        return metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def make_app(router: Router) -> web.Application:
@@ -217,11 +236,16 @@ def make_app(router: Router) -> web.Application:
         },
     )
     app.cleanup_ctx.append(router.lifespan)
-    for path in GENERATION:
+    for path in APIS:
         app.router.add_post(path, router.generate)
+    for path in GET:
+        app.router.add_get(path, router.side_call)
+    for path in POST:
+        app.router.add_post(path, router.side_call)
     # An id may hold a slash.
     app.router.add_delete("/conversations/{id:.+}", router.end_conversation)
-    app.router.add_get("/v1/models", router.models)
+    app.router.add_get("/conversations/{id:.+}", router.show_conversation)
+    app.router.add_get("/version", router.show_version)
     app.router.add_get("/health", router.health)
     app.router.add_get("/ready", router.ready)
     app.router.add_get("/metrics", router.show_metrics)

@@ -108,6 +108,23 @@ class Conversations:
         self._touch(kept)
         return kept
 
+    def tell(self, key: Key) -> dict[str, Any] | None:
+        """What is kept of a conversation, for somebody who asks; None if nothing is known."""
+        kept = self._kept.get(key)
+        if isinstance(kept, Reason):
+            return {"kept": False, "reason": kept.value}
+        if kept is None:
+            return {"kept": False, "reason": "first_turn"} if key in self._under_way else None
+        left = kept.expires - self._clock()
+        if left <= 0:
+            return {"kept": False, "reason": Reason.EXPIRED.value}
+        return {
+            "kept": True,
+            "node": kept.node,
+            "leased": kept.lease is not None,
+            "seconds_left": None if math.isinf(left) else round(left, 1),
+        }
+
     def put(self, key: Key, params: dict[str, Any], node: str) -> None:
         """Keep a turn that has just ended; it supersedes the one before."""
         now = self._clock()

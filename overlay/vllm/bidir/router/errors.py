@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that a client sees, in the shape that OpenAI's clients parse."""
+"""Errors that a client sees, in the shape that its API's clients parse."""
 
 from __future__ import annotations
 
@@ -12,6 +12,14 @@ _HEADERS = {
     503: {"Retry-After": "1"},
 }
 
+_ANTHROPIC = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
 
 class ClientError(Exception):
     """The router answers `status` with this message instead of serving the request."""
@@ -22,18 +30,25 @@ class ClientError(Exception):
         self.message = message
         self.param = param
 
-    def response(self) -> web.Response:
+    def response(self, path: str = "") -> web.Response:
+        """The answer to a request for `path`."""
         headers = _HEADERS.get(self.status)
         return web.Response(
             status=self.status,
-            body=error_body(self.status, self.message, self.param),
+            body=error_body(self.status, self.message, self.param, path),
             content_type="application/json",
             headers=headers,
         )
 
 
-def error_body(status: int, message: str, param: str | None = None) -> bytes:
-    """`{"error": {"message", "type", "param", "code"}}`, as OpenAI's API documents it."""
+def error_body(status: int, message: str, param: str | None = None, path: str = "") -> bytes:
+    """`{"error": {"message", "type", "param", "code"}}`, as OpenAI's API documents it.
+
+    Below /v1/messages as Anthropic's does: `{"type": "error", "error": {"type", "message"}}`.
+    """
+    if _is_anthropic(path):
+        kind = _ANTHROPIC.get(status, "invalid_request_error" if status < 500 else "api_error")
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}})
     kind = "invalid_request_error" if status < 500 else "server_error"
     if status == 429:
         kind = "rate_limit_error"
@@ -41,6 +56,21 @@ def error_body(status: int, message: str, param: str | None = None) -> bytes:
     return msgspec.json.encode({"error": error})
 
 
-def error_event(status: int, message: str) -> bytes:
-    """The same as the last event of a stream whose 200 has been sent already."""
-    return b"data: " + error_body(status, message) + b"\n\n"
+def error_event(status: int, message: str, path: str = "", after: bytes = b"") -> bytes:
+    """The same as the last event of a stream whose 200 has been sent already.
+
+    `after` are the lines that were sent last: an event that they have begun is ended first.
+    """
+    named, body = b"", error_body(status, message, None, path)
+    if _is_anthropic(path):
+        named = b"event: error\n"
+    elif path == "/v1/responses":
+        named = b"event: error\n"
+        error = {"type": "error", "code": "server_error", "message": message, "param": None}
+        body = msgspec.json.encode(error)
+    ended = not after or after.endswith((b"\n\n", b"\n\r\n"))
+    return (b"" if ended else b"\n") + named + b"data: " + body + b"\n\n"
+
+
+def _is_anthropic(path: str) -> bool:
+    return path.startswith("/v1/messages")

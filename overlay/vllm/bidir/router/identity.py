@@ -202,13 +202,13 @@ def _named(request: TurnRequest, headers: Mapping[str, str]) -> tuple[str | None
             if len(name) > MAX_ID:
                 raise ClientError(400, f"`{header}` must not exceed {MAX_ID} characters.", header)
             return name, "header"
-    return None, "history"
+    return None, "previous_response" if request.continues else "history"
 
 
 def _messages(raw: bytes | None) -> Sequence[msgspec.Raw | bytes]:
     """The messages of a history, undecoded; none if it is no list, which the engine will judge."""
-    if raw is None or raw[:1] != b"[":
-        return () if raw is None or raw[:1] != b'"' else (raw,)
+    if raw is None:
+        return ()
     try:
         messages = _MESSAGES.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

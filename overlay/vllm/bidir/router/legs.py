@@ -14,6 +14,7 @@ from vllm.bidir.reasons import Reason
 from vllm.bidir.router.headers import to_client
 from vllm.bidir.router.nodes import Node
 from vllm.bidir.router.request import TurnRequest
+from vllm.bidir.router.reuse import cached_tokens
 from vllm.bidir.router.stream import take_params
 
 # What P is told when there is nothing to read back: keep your blocks for a decode node.
@@ -41,9 +42,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class PrefillDone:
-    """P has the prompt's KV. `params` tell D where, as P says it; None if P is no NIXL node."""
+    """P has the prompt's KV. `params` tell D where, as P says it; None if P is no NIXL node.
+
+    `cached_tokens`: how many of the prompt it had not to compute, None if it does not say.
+    """
 
     params: dict[str, Any] | None
+    cached_tokens: int | None = None
 
 
 class Legs:
@@ -65,7 +70,7 @@ class Legs:
                 sent = to_client(upstream.headers)
                 return Answer(upstream.status, upstream.content_type, whole, sent)
         _, found = take_params(whole)
-        return PrefillDone(found)
+        return PrefillDone(found, cached_tokens(whole))
 
     async def decode(
         self,
@@ -96,7 +101,8 @@ class Legs:
             # The nodes' key is for the nodes.
             allow_redirects=False,
         ) as upstream:
-            return Answer(upstream.status, upstream.content_type, await upstream.read())
+            sent = to_client(upstream.headers)
+            return Answer(upstream.status, upstream.content_type, await upstream.read(), sent)
 
 
 def read_back(params: dict[str, Any]) -> dict[str, Any]:

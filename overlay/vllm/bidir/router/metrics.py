@@ -40,7 +40,8 @@ class Metrics:
         )
         self._identified = Counter(
             "bidir_router_identified",
-            "Turns by what said which conversation they belong to (body, header, history, none).",
+            "Turns by what said which conversation they belong to "
+            "(body, header, previous_response, history, none).",
             ["by"],
             registry=self.registry,
         )

@@ -7,6 +7,7 @@ scanned once and never rebuilt.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +29,29 @@ _ANSWER_ONLY = (
     "logprobs",
     "top_logprobs",
     "return_token_ids",
+    "include",
+    "background",
 )
 
-# Where the history lies. It is a list, or of Responses one text.
-_HISTORY = {"/v1/chat/completions": "messages"}
+
+@dataclass(frozen=True)
+class Api:
+    """What differs between the APIs of a turn.
+
+    `history`: the field with the messages, a list or of Responses one text; None if there is none.
+    `prefill`: what P's body says instead of the client's.
+    """
+
+    history: str | None
+    prefill: Mapping[str, Any]
+
+
+APIS = {
+    "/v1/chat/completions": Api("messages", {"max_tokens": 1}),
+    "/v1/completions": Api(None, {"max_tokens": 1}),
+    "/v1/responses": Api("input", {"max_output_tokens": 1, "store": False}),
+    "/v1/messages": Api("messages", {"max_tokens": 1}),
+}
 
 Fields = dict[str, msgspec.Raw]
 _FIELDS = msgspec.json.Decoder(Fields)
@@ -42,7 +62,8 @@ _ENCODER = msgspec.json.Encoder()
 class TurnRequest:
     """One request of a client. `path` is the API's path, such as /v1/chat/completions.
 
-    `conversation` is the one that the body names.
+    `conversation` is the one that the body names. `continues`: its history begins with that of the
+    response that it named.
     """
 
     path: str
@@ -50,19 +71,26 @@ class TurnRequest:
     stream: bool
     conversation: str | None
     bypass: Reason | None
+    continues: bool = False
 
     @property
     def history(self) -> bytes | None:
-        """The messages as the client sent them, None where the API has none."""
-        raw = self.fields.get(_HISTORY.get(self.path, ""))
-        return None if raw is None else bytes(raw)
+        """The messages as the client sent them, a list; None where the API has none."""
+        raw = self.fields.get(APIS[self.path].history or "")
+        if raw is None:
+            return None
+        if self.path == "/v1/responses":
+            items = items_of(raw)
+            return None if items is None else b"[" + items + b"]"
+        return bytes(raw)
 
     def prefill_body(self, params: dict[str, Any]) -> bytes:
         """P's body: the same prompt, one token, not streamed."""
         fields: dict[str, Any] = {
             key: value for key, value in self.fields.items() if key not in _ANSWER_ONLY
         }
-        return _ENCODER.encode({**fields, "stream": False, "max_tokens": 1, PARAMS: params})
+        fields |= {"stream": False, **APIS[self.path].prefill, PARAMS: params}
+        return _ENCODER.encode(fields)
 
     def decode_body(self, params: msgspec.Raw | None) -> bytes:
         """D's body: the client's own request, with P's params if there are any."""
@@ -88,7 +116,9 @@ def parse_request(path: str, body: bytes) -> TurnRequest:
     `conversation_id` is not forwarded. Raises ClientError 400 naming the field.
     """
     fields = parse_fields(body)
-    if not isinstance(_value(fields, "model"), str):
+    model = _value(fields, "model")
+    # Of Responses it is optional.
+    if not isinstance(model, str) and (model is not None or path != "/v1/responses"):
         raise ClientError(400, "`model` must be a string.", "model")
     stream = _value(fields, "stream")
     if stream is not None and not isinstance(stream, bool):
@@ -97,6 +127,16 @@ def parse_request(path: str, body: bytes) -> TurnRequest:
     fields.pop(PARAMS, None)
     conversation = _conversation(fields)
     return TurnRequest(path, fields, bool(stream), conversation, bypass_reason(fields))
+
+
+def items_of(raw: msgspec.Raw | None) -> bytes | None:
+    """A list's items as they stand, or a text as the message that it is; None for anything else."""
+    text = b"" if raw is None else bytes(raw)
+    if text[:1] == b"[":
+        return text[1:-1].strip()
+    if text[:1] == b'"':
+        return b'{"role":"user","content":' + text + b"}"
+    return None
 
 
 def ends_conversation(header: str | None) -> bool:

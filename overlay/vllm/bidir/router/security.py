@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options for keys, tenants, TLS, header size and side channels."""
+"""The options for keys, tenants, TLS, sizes and side channels."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class Security:
     engine_ca: Path | None = None
     # As aiohttp has it.
     max_header: int = 8190
+    max_stored_responses: int = 64 << 20
     side_channels: Mapping[str, SideChannel] = field(default_factory=dict)
 
     def replaces_authorization(self, engine_key: str | None) -> bool:
@@ -83,6 +84,14 @@ def add_arguments(made: argparse.ArgumentParser) -> None:
         help=f"refuse requests with a longer header field or URL; default {defaults.max_header}",
     )
     group.add_argument(
+        "--max-stored-responses",
+        type=int,
+        default=defaults.max_stored_responses,
+        metavar="BYTES",
+        help="keep items of /v1/responses for previous_response_id, the least recently used go "
+        f"first; 0 for none; default {defaults.max_stored_responses}",
+    )
+    group.add_argument(
         "--tls-cert",
         type=Path,
         metavar="PATH",
@@ -116,6 +125,8 @@ def from_args(made: argparse.ArgumentParser, args: argparse.Namespace) -> Securi
         made.error("--tls-key needs --tls-cert")
     if not 256 <= args.max_header <= 1 << 20:
         made.error(f"--max-header must be between 256 and {1 << 20}, not {args.max_header}")
+    if not 0 <= args.max_stored_responses <= 1 << 40:
+        made.error(f"--max-stored-responses must be between 0 and {1 << 40}")
     try:
         side_channels = dict(map(parse_side_channel, args.side_channels))
     except ValueError as error:
@@ -127,6 +138,7 @@ def from_args(made: argparse.ArgumentParser, args: argparse.Namespace) -> Securi
         tls=None if args.tls_cert is None else (args.tls_cert, args.tls_key or args.tls_cert),
         engine_ca=args.engine_ca_file,
         max_header=args.max_header,
+        max_stored_responses=args.max_stored_responses,
         side_channels=side_channels,
     )
     for flag, load in (

@@ -35,28 +35,37 @@ class StreamFilter:
         if len(self._rest) > _MAX_LINE:
             raise ValueError(f"a line of D's stream exceeds {_MAX_LINE} bytes")
         lines = data[:end]
-        return self._strip(lines) if _NEEDLE in lines else lines
+        return self._strip(lines) if self._concerns(lines) else lines
 
     def finish(self) -> bytes:
         """What is left when D's stream has ended."""
         rest, self._rest = self._rest, b""
-        return self._strip(rest) if _NEEDLE in rest else rest
+        return self._strip(rest) if self._concerns(rest) else rest
+
+    def _concerns(self, data: bytes) -> bool:
+        """Whether any line of these must be looked into."""
+        return _NEEDLE in data
 
     def _strip(self, lines: bytes) -> bytes:
         return b"".join(
-            self._strip_line(line) if _NEEDLE in line else line for line in _split(lines)
+            self._strip_line(line) if self._concerns(line) else line for line in _split(lines)
         )
 
     def _strip_line(self, line: bytes) -> bytes:
-        if not line.startswith(_DATA):
+        payload = event_payload(line)
+        if payload is None or _NEEDLE not in payload:
             return line
         body = line[len(_DATA) :]
-        payload = body.strip()
         stripped, params = take_params(payload)
         if params is not None:
             self.params = params
         start = body.index(payload)
         return _DATA + body[:start] + stripped + body[start + len(payload) :]
+
+
+def event_payload(line: bytes) -> bytes | None:
+    """What a data line of a stream carries, None for any other line."""
+    return line[len(_DATA) :].strip() if line.startswith(_DATA) else None
 
 
 def take_params(payload: bytes) -> tuple[bytes, dict[str, Any] | None]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -39,6 +39,8 @@ from vllm.bidir.router.request import (
     ends_conversation,
     parse_request,
 )
+from vllm.bidir.router.responses import Asked, Responses, ResponsesFilter, Said, said_in
+from vllm.bidir.router.reuse import HEADER, Reuse
 from vllm.bidir.router.seat import Seat
 from vllm.bidir.router.side_channels import SideChannels
 from vllm.bidir.router.stream import StreamFilter, take_params
@@ -53,7 +55,7 @@ _EVENT_STREAM = "text/event-stream"
 class Turn:
     """One turn under way. `place` is None for a request without a conversation.
 
-    `last`: the client has said that no turn follows.
+    `last`: the client has said that no turn follows. `asked`: what to keep of it as a response.
     """
 
     request: TurnRequest
@@ -62,6 +64,8 @@ class Turn:
     place: Place | None
     kept: KeptTurn | None
     last: bool
+    asked: Asked | None = None
+    reuse: Reuse = field(default_factory=Reuse)
 
     @property
     def key(self) -> Key | None:
@@ -86,6 +90,7 @@ class Turns:
         metrics: Metrics,
         access: Access,
         identities: Identities,
+        responses: Responses,
         side_channels: SideChannels,
     ) -> None:
         self._legs = legs
@@ -95,6 +100,7 @@ class Turns:
         self._metrics = metrics
         self._access = access
         self._identities = identities
+        self._responses = responses
         self._side_channels = side_channels
 
     async def serve(self, http: web.Request) -> web.StreamResponse:
@@ -114,6 +120,7 @@ class Turns:
                 raise _no_decode_node()
             if bypass is not None:
                 self._metrics.decode_alone(bypass)
+                turn.reuse.reason = bypass
                 logger.info("%s: decode node alone (%s)", turn, bypass)
                 return await self._decode_leg(http, turn, None, seat)
             prefilled = await self._prefill_leg(turn, ask)
@@ -127,7 +134,9 @@ class Turns:
         headers = to_engine(http.headers, self._access.authorization(http.headers))
         headers |= {REQUEST_ID: named, "Content-Type": "application/json"}
         kept, reason = None, Reason.NO_CONVERSATION
-        place = self._identities.find(self._access.tenant(http.headers), request, http.headers)
+        tenant = self._access.tenant(http.headers)
+        request, asked = self._responses.expand(tenant, request)
+        place = self._identities.find(tenant, request, http.headers)
         self._metrics.identified("none" if place is None else place.by)
         if place is not None:
             found = self._conversations.get(place.key)
@@ -135,7 +144,8 @@ class Turns:
                 kept = found
             else:
                 reason = found
-        turn = Turn(request, headers, named, place, kept, last)
+        turn = Turn(request, headers, named, place, kept, last, asked)
+        turn.reuse.reason = None if kept is not None else reason
         if request.bypass is None:
             if kept is not None:
                 self._metrics.hit()
@@ -153,9 +163,11 @@ class Turns:
                 done = await self._try_prefill(turn, node, offered or FIRST_TURN)
                 if isinstance(done, Answer) and done.status >= 500 and offered is not None:
                     # The fault may lie with what was to be read back: compute it all instead.
+                    turn.reuse.reason = Reason.TRANSFER_FAILED
                     done = await self._try_prefill(turn, node, FIRST_TURN)
                 if isinstance(done, PrefillDone) or (done is not None and done.status < 500):
                     return done
+        turn.reuse.reason = Reason.PEER_GONE
         self._metrics.decode_alone(Reason.PEER_GONE)
         logger.warning("%s: no prefill node answers; decode node alone", turn)
         return PrefillDone(None)
@@ -168,9 +180,11 @@ class Turns:
         if turn.kept is None:
             return None
         if not node.verifies:
+            turn.reuse.reason = Reason.UNSUPPORTED
             self._metrics.withheld()
             logger.info("%s: %s does not verify read-backs; it computes", turn, node.name)
             return None
+        turn.reuse.reason = None
         return read_back(turn.kept.params)
 
     async def _try_prefill(
@@ -188,6 +202,7 @@ class Turns:
         seconds = time.monotonic() - begun
         if isinstance(done, PrefillDone):
             self._note_whether_it_verifies(node, done.params)
+            turn.reuse.tokens = done.cached_tokens
             done = PrefillDone(self._admit(turn, "prefill", node, done.params))
             self._metrics.prefill_seconds.observe(seconds)
             logger.info("%s: Prefill done in %.0fms (%s)", turn, seconds * 1000, node.name)
@@ -255,6 +270,7 @@ class Turns:
         body, found = take_params(whole)
         if upstream.status == 200:
             self._keep(turn, node, found)
+            self._keep_response(turn, None if turn.asked is None else said_in(whole))
         sent = to_client(upstream.headers)
         return _whole(Answer(upstream.status, upstream.content_type, body, sent), turn)
 
@@ -280,26 +296,30 @@ class Turns:
         self, turn: Turn, node: Node, upstream: aiohttp.ClientResponse, first: bytes
     ) -> AsyncIterator[bytes]:
         """D's stream for the client. Its params are kept before the client sees its end."""
-        taken = StreamFilter()
+        taken = StreamFilter() if turn.asked is None else ResponsesFilter()
         said = False
-        piece, out = first, b""
+        piece, sent = first, b""
         try:
             while piece:
                 out = taken.feed(piece)
                 if taken.params is not None:
                     self._keep(turn, node, taken.params)
                     taken.params, said = None, True
+                if isinstance(taken, ResponsesFilter):
+                    self._keep_response(turn, taken.said)
+                    taken.said = None
                 if out:
                     yield out
+                    sent = out
                 piece = await upstream.content.readany()
         except (*Unreachable, ValueError) as error:
             self._failed(turn, "decode", node, type(error).__name__)
-            # An event that D has not ended must not take in the error.
-            if not out.endswith((b"\n\n", b"\r\n\r\n")):
-                yield b"\n"
-            yield error_event(502, "The decode node failed in the middle of its answer.")
+            message = "The decode node failed in the middle of its answer."
+            yield error_event(502, message, turn.request.path, sent)
             return
         out = taken.finish()
+        if isinstance(taken, ResponsesFilter):
+            self._keep_response(turn, taken.said)
         if taken.params is not None or not said:
             self._keep(turn, node, taken.params)
         if out:
@@ -326,6 +346,11 @@ class Turns:
         for key in settled.over:
             self._conversations.forget(key, Ended.SUPERSEDED)
 
+    def _keep_response(self, turn: Turn, said: Said | None) -> None:
+        """Keep what a later request may name as its previous response."""
+        if turn.asked is not None and said is not None:
+            self._responses.keep(turn.asked, said)
+
     def _admit(
         self, turn: Turn, leg: str, node: Node, params: dict[str, Any] | None
     ) -> dict[str, Any] | None:
@@ -335,6 +360,8 @@ class Turns:
         admitted = self._side_channels.admit(params, node.name, node.address.host)
         if admitted is None:
             self._metrics.params_dropped(leg)
+            if leg == "prefill":
+                turn.reuse.reason = Reason.UNSUPPORTED  # D computes it all
             # Not what they name: it may be anything.
             logger.warning("%s: %s %s names another side channel; dropped", turn, leg, node.name)
         return admitted
@@ -353,7 +380,7 @@ def _no_decode_node() -> ClientError:
 
 
 def _headers(turn: Turn) -> dict[str, str]:
-    return {REQUEST_ID: turn.request_id}
+    return {REQUEST_ID: turn.request_id, HEADER: str(turn.reuse)}
 
 
 def _whole(answer: Answer, turn: Turn) -> web.Response:

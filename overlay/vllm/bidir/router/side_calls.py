@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that are no turns and that any decode node can answer: models, tokenize, count_tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from aiohttp import web
+from vllm.bidir.router.access import Access
+from vllm.bidir.router.client_params import refuse_params
+from vllm.bidir.router.errors import ClientError
+from vllm.bidir.router.headers import REQUEST_ID, request_id, to_engine
+from vllm.bidir.router.legs import Legs, Unreachable
+from vllm.bidir.router.nodes import Node
+
+GET = ("/v1/models",)
+POST = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
+_TIMEOUT_S = 60.0
+
+
+class SideCalls:
+    """Asks decode nodes in turn until one answers. `nodes`: in which order, anew for each call."""
+
+    def __init__(self, legs: Legs, access: Access, nodes: Callable[[], Iterable[Node]]) -> None:
+        self._legs = legs
+        self._access = access
+        self._nodes = nodes
+
+    async def serve(self, http: web.Request) -> web.Response:
+        """The first answer as it is; ClientError 503 if there is none."""
+        body = await http.read()
+        refuse_params(body)
+        named = request_id(http.headers)
+        headers = to_engine(http.headers, self._access.authorization(http.headers))
+        headers |= {REQUEST_ID: named, "Content-Type": "application/json"}
+        for node in self._nodes():
+            try:
+                if http.method == "GET":
+                    answer = await self._legs.get(node, http.path, headers)
+                else:
+                    answer = await self._legs.post(node, http.path, body, headers, _TIMEOUT_S)
+            except Unreachable:
+                continue
+            return web.Response(
+                status=answer.status,
+                body=answer.body,
+                content_type=answer.content_type,
+                headers={**answer.headers, REQUEST_ID: named},
+            )
+        raise ClientError(503, "No decode node can be reached. Try again later.")
