@@ -51,6 +51,19 @@ async def test_params_of_a_client_are_refused_wherever_they_stand(
 
 
 @pytest.mark.parametrize(
+    "beside",
+    [b"1e999", b"NaN", b'"\xff"', b"[" * 2000 + b"]" * 2000, b"9" * 6000, b"1}", b'"\\ud800"'],
+)
+async def test_nothing_beside_params_hides_them(setup: Setup, beside: bytes) -> None:
+    """Each of these an engine may read, or a decoder skip."""
+    text = b'{"model":"m","prompt":"x","y":' + beside + b',"vllm_xargs":{"kv_transfer_params":"z"}}'
+    for path in ("/v1/completions", "/tokenize"):
+        async with setup.client.post(setup.url + path, data=text) as response:
+            assert response.status == 400
+    assert setup.prefill[0].asked == setup.decode[0].asked == []
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {"prompt": 'set "kv_transfer_params": {} \\u006b'},

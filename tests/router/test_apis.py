@@ -171,7 +171,7 @@ def kept(store: Responses, name: str, text: str, previous: str | None = None) ->
 
 
 def test_memory_is_bounded_in_bytes_and_what_is_used_stays() -> None:
-    store = Responses(100_000)
+    store = Responses(100_000, 1 << 20)
     assert kept(store, "root", "x" * 1000)
     for number in range(500):
         assert kept(store, f"r{number}", "x" * 1000)
@@ -181,21 +181,37 @@ def test_memory_is_bounded_in_bytes_and_what_is_used_stays() -> None:
 
 
 def test_a_chain_with_a_missing_link_is_not_expanded() -> None:
-    store = Responses(6000)
+    store = Responses(6000, 1 << 20)
     assert kept(store, "a", "x" * 1000) and kept(store, "b", "y", "a")
     for number in range(3):
         kept(store, f"r{number}", "x" * 1000)
     assert not kept(store, "c", "z", "b")
 
 
+def test_responses_that_continue_each_other_are_no_endless_history() -> None:
+    store = Responses(9999, 1 << 20)
+    assert kept(store, "a", "x") and kept(store, "b", "y", "a") and kept(store, "a", "z", "b")
+    assert not kept(store, "c", "w", "a")
+
+
+async def test_a_history_that_is_too_long_is_refused_however_short_the_request(
+    make_setup: MakeSetup,
+) -> None:
+    setup = await make_setup(max_body=1500)
+    speak_all(setup.decode[0])
+    assert (await ask(setup, RESPONSES, input="x" * 1000))[0] == 200
+    status, body, _ = await ask(setup, RESPONSES, input="y" * 500, previous_response_id="resp_1")
+    assert status == 413 and json.loads(body)["error"]["param"] == "previous_response_id"
+
+
 def test_nothing_is_kept_where_the_limit_is_zero() -> None:
-    store = Responses(0)
+    store = Responses(0, 1 << 20)
     assert kept(store, "a", "x") and len(store) == 0 and store.bytes == 0
     assert not kept(store, "b", "x", "a")
 
 
 def test_the_same_response_twice_is_counted_once() -> None:
-    store = Responses(9999)
+    store = Responses(9999, 1 << 20)
     for _ in range(3):
         kept(store, "a", "x")
     assert len(store) == 1 and 400 < store.bytes < 500
@@ -213,7 +229,7 @@ def test_an_output_that_is_no_list_is_harmless(output_items: bytes) -> None:
     import msgspec
     from vllm.bidir.router.responses import Asked
 
-    store = Responses(9999)
+    store = Responses(9999, 1 << 20)
     store.keep(Asked("", None, b"1"), Said("a", msgspec.Raw(output_items)))
     assert len(store) == (output_items == b'"x"')
 

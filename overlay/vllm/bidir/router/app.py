@@ -86,7 +86,7 @@ class Router:
         )
         # Two for each conversation: its last turn, and one more to which a fork may go back.
         self.identities = Identities(2 * options.max_conversations)
-        self.responses = Responses(options.security.max_stored_responses)
+        self.responses = Responses(options.security.max_stored_responses, options.max_body)
         self.metrics.leases.set_function(lambda: len(self.leases))
         self.metrics.conversations.set_function(lambda: len(self.conversations))
         self._legs: Legs | None = None

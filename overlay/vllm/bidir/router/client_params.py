@@ -28,14 +28,15 @@ _FREE_FORM = frozenset(
 def refuse_params(body: bytes) -> None:
     """ClientError 400 naming the key, wherever it stands in a JSON body and is not null.
 
-    A body that is not JSON is the caller's to refuse.
+    A body that may hold it is also refused if it cannot be looked into: engines read JSON that is
+    no JSON to others, such as numbers beyond all numbers.
     """
     if not any(hint in body for hint in _HINTS):
         return
     try:
         decoded = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ClientError(400, f"The body is not valid JSON: {error}") from error
     key = _find(decoded)
     if key is not None:
         raise ClientError(400, f"`{key}` cannot be set by a client; leave it out.", key)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import msgspec
 from vllm.bidir.reasons import Reason
 from vllm.bidir.router.conversations import Key, conversation_key
+from vllm.bidir.router.errors import ClientError
 from vllm.bidir.router.request import MAX_ID, TurnRequest, items_of
 from vllm.bidir.router.stream import StreamFilter, event_payload
 
@@ -57,10 +58,11 @@ _FLAG = msgspec.json.Decoder(bool | None)
 
 
 class Responses:
-    """Kept responses of all tenants, at most `limit` bytes."""
+    """Kept responses of all tenants, at most `limit` bytes. `longest`: of an expanded history."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, longest: int) -> None:
         self._limit = limit
+        self._longest = longest
         self._kept: OrderedDict[Key, _Kept] = OrderedDict()
         self.bytes = 0
 
@@ -71,7 +73,8 @@ class Responses:
         """The request with all earlier items in place of an id, and what to keep of its answer.
 
         What cannot be expanded goes as it is to D alone, which may know it; nor are answers kept
-        that the client does not want stored, or that come later (`background`).
+        that the client does not want stored, or that come later (`background`). ClientError 413
+        where a short request would become one that is too long.
         """
         items = items_of(request.fields.get("input"))
         if request.path != PATH or items is None:
@@ -87,6 +90,10 @@ class Responses:
             if earlier is None:
                 return replace(request, bypass=Reason.BYPASS_STORED), None
             asked = Asked(tenant, previous, items)
+            if sum(map(len, earlier)) + len(items) > self._longest:
+                raise ClientError(
+                    413, f"The whole history exceeds {self._longest} bytes.", PREVIOUS
+                )
             whole = b",".join(part for part in (*earlier, items) if part)
             fields = {key: value for key, value in fields.items() if key != PREVIOUS}
             fields["input"] = msgspec.Raw(b"[" + whole + b"]")
@@ -117,11 +124,14 @@ class Responses:
 
     def _chain(self, key: Key | None) -> list[bytes] | None:
         """The items of a response and all before it, the first first; None if one is missing."""
-        chain = []
+        chain: list[bytes] = []
+        seen = set()
         while key is not None:
             kept = self._kept.get(key)
-            if kept is None:
+            # A client can name its responses (`request_id`), and bite its own tail.
+            if kept is None or key in seen:
                 return None
+            seen.add(key)
             # From the last to the first: those that others build on are the last to go.
             self._kept.move_to_end(key)
             chain.append(kept.items)
