@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from vllm.bidir.router.address import Address
+from vllm.bidir.router.health import Health, HealthRules
+from vllm.bidir.router.nodes import Node
 from vllm.bidir.router.security import Security
 from vllm.bidir.router.side_channels import SideChannel, SideChannels, parse_side_channel
 
@@ -137,3 +140,12 @@ async def test_other_nodes_are_sent_where_the_option_says(setup: Setup) -> None:
             assert (await other.ask(conversation_id="c"))[0] == 200
     assert decode.asked[0]["kv_transfer_params"]["remote_host"] == "p.rdma"
     assert prefill.asked[1]["kv_transfer_params"]["remote_host"] == "d.rdma"
+
+
+def test_a_node_that_has_gone_may_come_back_as_another_engine() -> None:
+    channels = SideChannels({})
+    assert admitted(channels, params(5600)) and not admitted(channels, params(5700))
+    channels = SideChannels({})
+    assert admitted(channels, params(5600))
+    channels.gone(Node("decode", Address("n", 1), Health(HealthRules(), lambda: 0.0)))
+    assert admitted(channels, params(5700))

@@ -74,7 +74,8 @@ def test_ttft_is_the_time_to_the_first_text() -> None:
         answer = stream_chat(url, {"model": "m"}, seen.append)
     whole = time.monotonic() - begun
     assert answer.ttft_s is not None
-    assert PAUSE_S <= answer.ttft_s <= whole - PAUSE_S
+    # Half a pause is for a machine that does other things, too.
+    assert PAUSE_S <= answer.ttft_s <= whole - PAUSE_S / 2
     assert (answer.text, answer.prompt_tokens, answer.completion_tokens) == ("abc", 12, 2)
     assert [a.text for a in seen] == ["", "ab", "abc", "abc"]
     assert bodies[0]["stream"] is True

@@ -108,6 +108,9 @@ class Router:
             headers={"Accept-Encoding": "identity"},
         ) as session:
             self._legs = Legs(session)
+            side_channels = SideChannels(self.options.security.side_channels)
+            for pool in (self.prefill, self.decode):
+                pool.watch(side_channels)
             self._turns = Turns(
                 self._legs,
                 self.prefill,
@@ -117,7 +120,7 @@ class Router:
                 self.access,
                 self.identities,
                 self.responses,
-                SideChannels(self.options.security.side_channels),
+                side_channels,
             )
             heartbeat = Heartbeat(
                 self._legs,

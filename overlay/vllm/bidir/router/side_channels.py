@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.bidir.router.nodes import Node
+
 # A restart, or a data-parallel rank, is an engine id of its own.
 _ENGINES_PER_NODE = 256
 _MAX_ENGINE_ID = 512
@@ -44,6 +46,16 @@ class SideChannels:
     def __init__(self, given: Mapping[str, SideChannel]) -> None:
         self._given = given
         self._ports: dict[str, OrderedDict[str, _Port]] = {}
+
+    def joined(self, node: Node) -> None:
+        """Nothing is known of it until it has told."""
+
+    def left(self, node: Node) -> None:
+        """Turns may still run on it."""
+
+    def gone(self, node: Node) -> None:
+        """What comes back under its name may be another engine."""
+        self._ports.pop(node.name, None)
 
     def admit(self, params: dict[str, Any], node: str, host: str) -> dict[str, Any] | None:
         """A node's params with the host of its side channel; None if they name another port.
