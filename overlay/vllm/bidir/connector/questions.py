@@ -37,8 +37,10 @@ class Questions:
         # Apart, too: nobody waits for these.
         self._leavers = ThreadPoolExecutor(1, thread_name_prefix="bidir_let_go")
         self._silent_until: dict[tuple[str, int], float] = {}
+        self._closed = False
 
     def close(self) -> None:
+        self._closed = True
         self._holders.shutdown(wait=False, cancel_futures=True)
         self._confirmers.shutdown(wait=False, cancel_futures=True)
         self._leavers.shutdown(wait=False, cancel_futures=True)
@@ -63,8 +65,12 @@ class Questions:
         )
 
     def let_go(self, source: Source, epoch: int) -> None:
-        """End a hold whose blocks are not read, or no longer; what D answers changes nothing."""
-        self._leavers.submit(self._let_go, source, epoch)
+        """End a hold whose blocks are not read, or no longer; what D answers changes nothing.
+
+        An engine that is ending leaves its holds to run out.
+        """
+        if not self._closed:
+            self._leavers.submit(self._let_go, source, epoch)
 
     def _let_go(self, source: Source, epoch: int) -> None:
         if not self.is_silent(source):
