@@ -15,7 +15,7 @@ WHEEL_INPUTS := upstream.toml NOTICE $(shell find patches overlay tools/build -t
 PYTEST := PYTHONDONTWRITEBYTECODE=1 $(TEST_PY) -m pytest -q
 
 .PHONY: help demo wheel prove check-installed lint import refresh test test-fast test-full \
-	test-wheel test-patches test-connector test-upstream test-e2e fuzz bench-build bench-idle bench-proof bench-router clean test-faults test-leases test-deploy
+	test-wheel test-patches test-connector test-upstream test-e2e fuzz bench-build bench-idle bench-proof bench-leases bench-router clean test-faults test-leases test-deploy
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -98,6 +98,12 @@ bench-build: $(BUILD_ENV)/.made ## time and memory of a build against repacking 
 
 bench-idle: $(TEST_ENV)/.made ## what holding finished turns costs an idle engine, stock and ours
 	@$(TEST_PY) -m tools.bench.idle
+
+bench-leases: $(TEST_ENV)/.made ## what idle conversations cost a busy D, by lease and else [ARGS=…]
+	@PYTHONPATH=. VLLM_LOGGING_LEVEL=ERROR $(TEST_PY) -m tests.connector.bench_heartbeat \
+		--json build/bench-leases/heartbeat.json
+	@PYTHONDONTWRITEBYTECODE=1 $(TEST_PY) -m tools.bench.leases run \
+		--heartbeat build/bench-leases/heartbeat.json $(ARGS)
 
 bench-router: $(TEST_ENV)/.made ## what the router adds: latency, CPU, memory; beside the sample proxy [ARGS=…]
 	@$(TEST_PY) -m tools.bench.router run $(ARGS)

@@ -61,12 +61,13 @@ def draw(figures: Figures, folder: Path) -> list[str]:
     drawn = []
     for name, data, onto in drawings:
         if data:
-            _draw_one(folder, name, data, onto)
+            draw_one(folder, name, data, onto)
             drawn.append(name)
     return drawn
 
 
-def _draw_one(folder: Path, name: str, data: Any, onto: Drawing) -> None:
+def draw_one(folder: Path, name: str, data: Any, onto: Drawing) -> None:
+    """Write `NAME.svg` and `NAME.png` of one figure into an existing folder."""
     import matplotlib
 
     # Needs no display, and is never changed by a user's own settings.
@@ -109,7 +110,7 @@ def draw_lines(folder: Path, name: str, data: Sequence[Series], title: str, y: s
         axes.set_xlim(left=0)
 
     folder.mkdir(parents=True, exist_ok=True)
-    _draw_one(folder, name, data, onto)
+    draw_one(folder, name, data, onto)
 
 
 def _lines(figure: Any, data: Sequence[Series], name: str, y: str = "TTFT (ms)") -> Any:

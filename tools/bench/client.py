@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ from tools.bench.errors import BenchError
 _PATH = "/v1/completions"
 _CONNECT_S = 10.0
 _SILENCE_S = 600.0
+
+Watch = Callable[[float, int], None]
+"""Told of each chunk as it comes: when (seconds of `time.perf_counter`), and how many tokens."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ async def complete(
     output_tokens: int,
     request_id: str,
     conversation_id: str,
+    watch: Watch | None = None,
 ) -> Reply:
     """One greedy completion of exactly `output_tokens` tokens; BenchError if it is any other."""
     body: dict[str, Any] = {
@@ -101,6 +105,8 @@ async def complete(
                 if new:
                     token_ids += new
                     arrivals.append((at, len(new)))
+                    if watch is not None:
+                        watch(begun + at / 1000, len(new))
                 if event.get("usage"):
                     prompt_tokens = event["usage"]["prompt_tokens"]
     except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:

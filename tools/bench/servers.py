@@ -75,13 +75,13 @@ class Servers:
 
     def commands(self) -> dict[str, list[str]]:
         """Each process's command line, paths relative to the repository."""
-        return {process.name: [*map(_relative, process.command)] for process in self.processes}
+        return {process.name: [*map(relative, process.command)] for process in self.processes}
 
     def environment(self) -> dict[str, dict[str, str]]:
         """What each engine's environment has beside that of this process."""
         return {
             engine.name: {
-                name: _relative(value) for name, value in serve_environment(engine.spec, {}).items()
+                name: relative(value) for name, value in serve_environment(engine.spec, {}).items()
             }
             for engine in self.engines
         }
@@ -102,7 +102,7 @@ class Servers:
             raise BenchError(str(error)) from error
 
 
-def _relative(text: str) -> str:
+def relative(text: str) -> str:
     """A word of a command line as it is from within the repository: reports are published."""
     return text.replace(f"{ROOT}/", "")
 
