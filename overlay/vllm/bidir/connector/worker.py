@@ -480,15 +480,14 @@ class BidirWorker(ReadingWorker):
 
     def _lose(self, request_id: str, reason: Reason) -> None:
         """Give a read-back up; its blocks count as not loaded, and P computes them."""
-        read = self._reads[request_id]
-        self._let_go(read)
-        read.lost, read.state = reason, _State.LOST
+        self._mark_lost(self._reads[request_id], reason)
         self._handle_failed_transfer(request_id, None)
 
-    def _let_go(self, read: _Read) -> None:
-        """Tell D, whose lease a hold pins, unless that is under way; it would wait for nothing."""
+    def _mark_lost(self, read: _Read, reason: Reason) -> None:
+        """Also tell D, whose lease a hold pins, unless that is under way."""
         if read.epoch and read.state in (_State.ASKING, _State.MEETING, _State.READING):
             self._questions.let_go(read.order.source, read.epoch)
+        read.lost, read.state = reason, _State.LOST
 
     def _overdue(self, request_id: str, read: _Read) -> None:
         if read.state is not _State.ASKING:
@@ -516,6 +515,5 @@ class BidirWorker(ReadingWorker):
         read = self._reads.get(req_id)
         if read is not None and read.state is not _State.LOST:
             # The base found it: a transfer that failed.
-            self._let_go(read)
-            read.lost, read.state = Reason.TRANSFER_FAILED, _State.LOST
+            self._mark_lost(read, Reason.TRANSFER_FAILED)
         super()._handle_failed_transfer(req_id, handle)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TypeVar
 
 from vllm.bidir.router import security
 from vllm.bidir.router.address import Address as Address
+from vllm.bidir.router.keys import is_usable, read_keys
 from vllm.bidir.router.node_options import NodeOptions, add_node_arguments, node_options
 from vllm.bidir.router.security import Security
 
@@ -138,20 +138,12 @@ def _in_range(
 
 
 def _api_key(made: argparse.ArgumentParser, path: Path | None) -> str | None:
-    """The engines' key; what it is never appears in a message."""
-    if path is None:
-        source, text = API_KEY_VARIABLE, os.environ.get(API_KEY_VARIABLE, "")
-        if not text:
-            return None
-    else:
-        source = f"--engine-api-key-file {path}"
-        try:
-            text = path.read_text("utf-8")
-        except OSError as error:
-            made.error(f"{source} cannot be read: {error.strerror}")
-        except UnicodeDecodeError:
-            made.error(f"{source} is not text")
+    """The engines' key."""
+    given = read_keys(made, "--engine-api-key-file", path, API_KEY_VARIABLE)
+    if given is None:
+        return None
+    source, text = given
     key = text.strip()
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
+    if not is_usable(key):
         made.error(f"{source} must hold one key: printable ASCII without spaces")
     return key

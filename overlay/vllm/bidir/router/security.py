@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vllm.bidir.router.keys import is_usable, read_keys
 from vllm.bidir.router.side_channels import SideChannel, parse_side_channel
 
 CLIENT_KEYS_VARIABLE = "VLLM_BIDIR_ROUTER_API_KEY"
@@ -158,24 +158,12 @@ def key_digest(key: str) -> bytes:
 
 
 def _client_keys(made: argparse.ArgumentParser, path: Path | None) -> frozenset[bytes]:
-    """Digests of the clients' keys; what they are never appears in a message."""
-    if path is None:
-        source, text = CLIENT_KEYS_VARIABLE, os.environ.get(CLIENT_KEYS_VARIABLE, "")
-        if not text:
-            return frozenset()
-    else:
-        source = f"--api-key-file {path}"
-        try:
-            text = path.read_text("utf-8")
-        except OSError as error:
-            made.error(f"{source} cannot be read: {error.strerror}")
-        except UnicodeDecodeError:
-            made.error(f"{source} is not text")
+    """Digests of the clients' keys."""
+    given = read_keys(made, "--api-key-file", path, CLIENT_KEYS_VARIABLE)
+    if given is None:
+        return frozenset()
+    source, text = given
     keys = [line.strip() for line in text.splitlines() if line.strip()]
-    if not keys or not all(_usable(key) for key in keys):
+    if not keys or not all(map(is_usable, keys)):
         made.error(f"{source} must hold keys: printable ASCII without spaces, one a line")
     return frozenset(map(key_digest, keys))
-
-
-def _usable(key: str) -> bool:
-    return key.isascii() and key.isprintable() and " " not in key
