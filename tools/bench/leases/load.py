@@ -192,15 +192,15 @@ async def _stream(
     number: int,
     chunks: list[Chunk],
 ) -> None:
-    """Request after request. The first ones are of different lengths, so that the streams do not
-    end together ever after."""
-    output = max(1, plan.load_output * (number + 1) // plan.streams(phase))
+    """Request after request. The first ones end one after the other, as later ones do."""
+    share = (number + 1) / plan.streams(phase)
     for request in itertools.count():
         name = f"{phase}-{number}-{request}"
+        output = max(1, round(share * plan.output_tokens(name)))
         prompt = words.random(f"{plan.seed}-load-{name}", plan.load_prompt)
         watch = watching(chunks, time.perf_counter())
         await complete(session, target, prompt, output, f"load-{name}", "", watch)
-        output = plan.load_output
+        share = 1.0
 
 
 def watching(chunks: list[Chunk], sent: float) -> Watch:

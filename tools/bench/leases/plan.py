@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,8 +21,11 @@ class Plan:
 
     first_tokens, new_tokens: of the prompt, beyond the history; answer_tokens: of each answer;
     warm_up_tokens: of a conversation before all others, since a first read costs handshakes.
-    load_prompt, load_output: of each of the streams' requests; short enough that more than one gap
-    in a hundred is another stream's prompt: a 99th percentile at the edge of those would jump.
+    load_prompt, load_output: of each of the streams' requests, whose answers are up to a quarter
+    shorter or longer, so that streams do not stay in step with each other: how many prompts meet
+    in one engine step would else be settled by an arm's first moments. Short enough that more than
+    one gap in a hundred is another stream's prompt: a 99th percentile at the edge of those would
+    jump.
     warm_s: of a load, before it is measured. decode_blocks: KV blocks of D; block 0 is never used.
     lease_s: in the arm of leases.
     """
@@ -32,12 +36,12 @@ class Plan:
     answer_tokens: int = 32
     warm_up_tokens: int = 96
     streams_fit: int = 7
-    streams_full: int = 40
+    streams_full: int = 36
     load_prompt: int = 128
     load_output: int = 384
     seconds: float = 24.0
     warm_s: float = 4.0
-    decode_blocks: int = 448
+    decode_blocks: int = 464
     block_size: int = 32
     lease_s: float = 5.0
     seed: int = 0
@@ -53,9 +57,20 @@ class Plan:
     def streams(self, phase: Phase) -> int:
         return self.streams_fit if phase == "fit" else self.streams_full
 
+    def output_tokens(self, name: str) -> int:
+        """Of the load's request of that name: the same in every arm."""
+        spread = self.load_output // 4
+        return self.load_output + random.Random(f"{self.seed}-output-{name}").randint(
+            -spread, spread
+        )
+
+    @property
+    def longest_output(self) -> int:
+        return self.load_output + self.load_output // 4
+
     def load_blocks(self, phase: Phase) -> int:
-        """What the streams keep at most, all of them about to end."""
-        return self.streams(phase) * self._blocks(self.load_prompt + self.load_output)
+        """What the streams keep at most, all of them at their longest and about to end."""
+        return self.streams(phase) * self._blocks(self.load_prompt + self.longest_output)
 
     @property
     def usable_blocks(self) -> int:
@@ -72,7 +87,7 @@ class Plan:
     @property
     def max_model_len(self) -> int:
         longest = max(
-            self.prompt_tokens(TURNS) + self.answer_tokens, self.load_prompt + self.load_output
+            self.prompt_tokens(TURNS) + self.answer_tokens, self.load_prompt + self.longest_output
         )
         return max(512, self._blocks(longest + 1) * self.block_size)
 
