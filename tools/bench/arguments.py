@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 
 from tools.bench.arms import ARMS, DEFAULT, DEFAULT_CPU
+from tools.bench.command import EXIT_STATUS
 from tools.bench.model import SHAPES, TINY
 from tools.bench.plan import Workload
 
-DESCRIPTION = """Read-back off and on, on whatever hardware is at hand: run, measure, prove, draw.
+DESCRIPTION = f"""Read-back off and on, on whatever hardware is at hand: run, measure, prove, draw.
 
 `python -m tools.bench COMMAND --help` shows an example of each command.
-Exit status: 0 done and proven, 1 failed, 2 wrong arguments, 130 interrupted.
+{EXIT_STATUS}
 """
 CPU = Workload(lengths=(512, 1024, 2048, 3072, 4096))
 CUDA = Workload(

@@ -347,12 +347,12 @@ def test_wrong_arguments_say_what_to_change(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = ["--out", str(tmp_path)]
-    assert main(["run", "--model", "qwen3-1.7b", *out]) == 1
+    assert main(["run", "--model", "qwen3-1.7b", *out]) == 2
     assert "--stock-python" in capsys.readouterr().err
     small = ["--sets", "ours", "--decode-kv-gib", "1"]
-    assert main(["run", "--model", "qwen3-8b", *small, *out]) == 1
+    assert main(["run", "--model", "qwen3-8b", *small, *out]) == 2
     assert "--decode-kv-gib" in capsys.readouterr().err
-    assert main(["report", str(tmp_path), "--to", str(tmp_path)]) == 1
+    assert main(["report", str(tmp_path), "--to", str(tmp_path)]) == 2
 
 
 def test_a_published_command_names_no_folder() -> None:

@@ -8,24 +8,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tools.bench.command import EXIT_STATUS, ended
 from tools.bench.errors import BenchError
 from tools.bench.gpu.engines import Settings
 from tools.bench.gpu.plan import Plan, SetName
 from tools.bench.gpu.run import Run, device_of, profile
 from tools.bench.model import find_model
-from tools.cluster import ClusterError
-from tools.demo.interrupts import Interrupts, end_children
 
-EXIT_FAILED = 1
-EXIT_ENGINE = 2
-EXIT_INTERRUPTED = 130
-
-_ABOUT = """What read-back costs and saves on this machine's GPUs, with stock beside it.
+_ABOUT = f"""What read-back costs and saves on this machine's GPUs, with stock beside it.
 
 A set is a P and a D of one release: `ours` by --python, `stock` by --stock-python, which both run
 vLLM 0.29.0 with bidirectional_kv_xfer. On a GPU all sets are up at the same time, and one request
 is under way at a time: arms alternate request by request (--apart: set by set). Needs no network.
-Exit status: 0 measured, 1 a request or an argument was wrong, 2 an engine failed, 130 interrupted.
+{EXIT_STATUS}
 """
 _RUN = """examples:
   python -m tools.bench.gpu run --model qwen3-8b --stock-python STOCK/bin/python --out results/8b
@@ -45,21 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     given = sys.argv[1:] if argv is None else list(argv)
     args = _parser().parse_args(given)
-    with Interrupts() as interrupts:
-        try:
-            if args.command == "report":
-                return _report(args)
-            return profile(_run(args, "python -m tools.bench.gpu " + shlex.join(given)))
-        except (BenchError, ClusterError) as error:
-            text = str(error)
-            print(text if text.startswith("error: ") else f"error: {text}", file=sys.stderr)
-            return EXIT_FAILED if isinstance(error, BenchError) else EXIT_ENGINE
-        except KeyboardInterrupt:
-            interrupts.hold()
-            print("\ninterrupted; what was measured is in the JSON", file=sys.stderr)
-            return EXIT_INTERRUPTED
-        finally:
-            end_children()
+
+    def work() -> int:
+        if args.command == "report":
+            return _report(args)
+        return profile(_run(args, "python -m tools.bench.gpu " + shlex.join(given)))
+
+    return ended(work, "what was measured is in the JSON")
 
 
 def _run(args: argparse.Namespace, command: str) -> Run:

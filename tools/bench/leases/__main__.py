@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.about import versions
+from tools.bench.command import EXIT_STATUS, MET, NOT_MET, ended
 from tools.bench.errors import BenchError
 from tools.bench.leases.arms import ARMS, Arm, arms_of
 from tools.bench.leases.chart import draw
@@ -24,23 +25,15 @@ from tools.bench.leases.servers import Nodes, serving
 from tools.bench.leases.table import text
 from tools.bench.model import TINY, find_model
 from tools.bench.records import write_whole
-from tools.build.errors import BuildError
-from tools.cluster import ClusterError
-from tools.demo.interrupts import Interrupts, end_children
 
-EXIT_FAILED = 1
-EXIT_ENGINE = 2
-EXIT_INTERRUPTED = 130
-
-_ABOUT = """What idle conversations cost a busy decode node: kept for nobody, for a fixed time,
+_ABOUT = f"""What idle conversations cost a busy decode node: kept for nobody, for a fixed time,
 or by lease.
 
 Each arm starts P, D and the router on the CPU, with little KV memory on D. Conversations take a
 turn and rest; streams run on D meanwhile; the conversations come back, and it is counted how many
 P has read back. First the streams are few enough to fit beside what may be kept, then so many that
 they need all memory. The requests are the same in all arms.
-Exit status: 0 all that is required was found, 1 not so, or a request or an argument was wrong,
-2 an engine failed, 130 interrupted.
+{EXIT_STATUS}
 """
 _RUN = """examples:
   python -m tools.bench.leases run
@@ -55,21 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     given = sys.argv[1:] if argv is None else list(argv)
     args = parser().parse_args(given)
-    with Interrupts() as interrupts:
-        try:
-            if args.command == "run":
-                _run(args, "python -m tools.bench.leases " + shlex.join(given))
-            return _report(args.out)
-        except (BenchError, BuildError, ClusterError) as error:
-            shown = str(error)
-            print(shown if shown.startswith("error: ") else f"error: {shown}", file=sys.stderr)
-            return EXIT_ENGINE if isinstance(error, ClusterError) else EXIT_FAILED
-        except KeyboardInterrupt:
-            interrupts.hold()
-            print("\ninterrupted; arms that had ended are in the JSON", file=sys.stderr)
-            return EXIT_INTERRUPTED
-        finally:
-            end_children()
+
+    def work() -> int:
+        if args.command == "run":
+            _run(args, "python -m tools.bench.leases " + shlex.join(given))
+        return _report(args.out)
+
+    return ended(work, "arms that had ended are in the JSON")
 
 
 def _run(args: argparse.Namespace, command: str) -> None:
@@ -116,7 +101,7 @@ def _report(out: Path) -> int:
     else:
         draw(made, out)
         _say(f"chart: {out / 'leases.svg'}")
-    return 0 if all(line["met"] for line in made["required"]) else EXIT_FAILED
+    return MET if all(line["met"] for line in made["required"]) else NOT_MET
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -9,18 +9,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from tools.bench.command import MET, NOT_MET, ended
 from tools.bench.errors import BenchError
 from tools.bench.router.arguments import Asked, parse
 from tools.bench.router.figures import Memory, verdicts
 from tools.bench.router.run import run
 from tools.bench.router.table import report
-from tools.build.errors import BuildError
-from tools.cluster import ClusterError
-from tools.demo.interrupts import Interrupts, end_children
-
-EXIT_NOT_MET = 1
-EXIT_FAILED = 2
-EXIT_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,19 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     asked = parse(given)
     command = "python -m tools.bench.router " + shlex.join(given)
-    with Interrupts() as interrupts:
-        try:
-            return _run(asked, command) if asked.settings else _report(asked.json)
-        except (BenchError, BuildError, ClusterError) as error:
-            text = str(error)
-            print(text if text.startswith("error: ") else f"error: {text}", file=sys.stderr)
-            return EXIT_FAILED
-        except KeyboardInterrupt:
-            interrupts.hold()
-            print("\ninterrupted; nothing was written", file=sys.stderr)
-            return EXIT_INTERRUPTED
-        finally:
-            end_children()
+    return ended(
+        lambda: _run(asked, command) if asked.settings else _report(asked.json),
+        "nothing was written",
+    )
 
 
 def _run(asked: Asked, command: str) -> int:
@@ -68,7 +53,7 @@ def _report(path: Path) -> int:
             next_step="python -m tools.bench.router run",
         ) from error
     print(text, end="")
-    return 0 if all(one.met for one in found) else EXIT_NOT_MET
+    return MET if all(one.met for one in found) else NOT_MET
 
 
 def _say(line: str) -> None:

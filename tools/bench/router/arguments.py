@@ -8,16 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.bench.command import EXIT_STATUS
 from tools.bench.router.arms import ARMS
 from tools.bench.router.load import Load
 from tools.bench.router.run import Settings
 
-_DESCRIPTION = """What a router costs, in one run: latency that it adds, CPU per streamed request,
+_DESCRIPTION = f"""What a router costs, in one run: latency that it adds, CPU per streamed request,
 streams per second, and memory. Three arms in turns over the same scripted engines: direct (the
 client makes both calls itself), ours, and the base release's sample proxy. What is measured has
 one core, engines and clients another. No model, no GPU.
 
-exit status: 0 all that is required is met, 1 something is not, 2 the run failed."""
+{EXIT_STATUS}"""
 
 _EXAMPLE = """example:
   python -m tools.bench.router run --repeats 3 --json router.json
