@@ -18,9 +18,9 @@ from tests.unit.bench.fake_leases import TOTALS, FakeNodes
 from tools.bench import servers as bench_servers
 from tools.bench.errors import BenchError
 from tools.bench.leases.__main__ import main, parser
-from tools.bench.leases.arms import ARMS, Arm, arms_of
+from tools.bench.leases.arms import ARMS, Arm, arms_of, groups_of
 from tools.bench.leases.judge import judge
-from tools.bench.leases.load import Chunk, Slice, run_load, summary, watching
+from tools.bench.leases.load import Chunk, Load, Running, Slice, summary, watching
 from tools.bench.leases.others import Others
 from tools.bench.leases.plan import PHASES, TURNS, Plan
 from tools.bench.leases.run import RESULTS, Run, run
@@ -36,6 +36,7 @@ SMALL = replace(
     Plan(),
     conversations=3,
     seconds=0.3,
+    cycles=1,
     warm_s=0.1,
     streams_fit=5,
     streams_full=60,
@@ -127,8 +128,9 @@ def test_streams_do_not_stay_in_step_and_are_the_same_in_every_arm() -> None:
         ({"streams_fit": 8}, "the smaller load does not fit beside the budget"),
         ({"conversations": 40}, "the smaller load does not fit beside the budget"),
         ({"decode_blocks": 2000}, "the larger load does not need all of the memory"),
+        ({"cycles": 0}, "a load is measured for no time"),
     ],
-    ids=["streams", "conversations", "memory"],
+    ids=["streams", "conversations", "memory", "cycles"],
 )
 def test_sizes_that_would_show_something_else_are_refused(change: dict[str, int], why: str) -> None:
     with pytest.raises(BenchError, match=why):
@@ -178,10 +180,18 @@ def test_a_load_without_a_token_is_zero_and_no_error() -> None:
     assert (load.tokens_per_s, load.itl_p99_ms, load.gaps) == (0.0, 0.0, 0)
 
 
+def one_cycle(
+    url: str, others: Callable[[], float] = nobody, at_end: Callable[[], object] = lambda: None
+) -> Load:
+    running = Running(url, "m", WORDS, SMALL, "fit", others, at_end)
+    running.cycle(0)
+    return running.load()
+
+
 def test_streams_go_on_until_enough_is_measured(fake: FakeNodes) -> None:
     ended: list[int] = []
     url = fake.url("decode")
-    load = run_load(url, "m", WORDS, SMALL, "fit", nobody, lambda: ended.append(1))
+    load = one_cycle(url, at_end=lambda: ended.append(1))
     bodies = fake.bodies["decode"]
     assert ended and load.streams == 5
     assert SMALL.seconds <= load.seconds < 2 * SMALL.seconds
@@ -192,7 +202,7 @@ def test_streams_go_on_until_enough_is_measured(fake: FakeNodes) -> None:
     # The first requests end one after the other, all others are about as long as each other.
     firsts = sorted(body["max_tokens"] for body in bodies[:5])
     assert firsts[0] <= 25 and firsts == sorted(
-        round((number + 1) / 5 * SMALL.output_tokens(f"fit-{number}-0")) for number in range(5)
+        round((number + 1) / 5 * SMALL.output_tokens(f"fit-0-{number}-0")) for number in range(5)
     )
     later = [body["max_tokens"] for body in bodies[5:]]
     assert all(75 <= tokens <= 125 for tokens in later)
@@ -203,24 +213,47 @@ def test_streams_go_on_until_enough_is_measured(fake: FakeNodes) -> None:
 def test_a_load_waits_for_others_with_an_end_to_its_patience(fake: FakeNodes) -> None:
     shares = iter([0.9, 0.5, 0.0])
     url = fake.url("decode")
-    load = run_load(url, "m", WORDS, SMALL, "fit", lambda: next(shares), lambda: None)
+    load = one_cycle(url, lambda: next(shares))
     assert [others for _, others in load.slices] == [0.5, 0.0]
     assert load.others == 0.0 and load.seconds < 2 * SMALL.seconds
-    load = run_load(url, "m", WORDS, SMALL, "fit", lambda: 0.5, lambda: None)
+    load = one_cycle(url, lambda: 0.5)
     assert len(load.slices) == 3 and load.others == 0.5
 
 
 def test_all_arms_get_the_same_load(fake: FakeNodes) -> None:
     for _ in range(2):
-        run_load(fake.url("decode"), "m", WORDS, SMALL, "fit", nobody, lambda: None)
+        one_cycle(fake.url("decode"))
     first = [tuple(body["prompt"]) for body in fake.bodies["decode"]]
     assert set(first[:5]) <= set(first[5:])
+
+
+def test_cycles_add_up_and_none_finds_anothers_prompts_cached(fake: FakeNodes) -> None:
+    plan = replace(SMALL, cycles=3)
+    running = Running(fake.url("decode"), "m", WORDS, plan, "fit", nobody, lambda: None)
+    for cycle in range(plan.cycles):
+        running.cycle(cycle)
+    load = running.load()
+    assert len(load.slices) == 3 and plan.seconds <= load.seconds < 2 * plan.seconds
+    prompts = [tuple(body["prompt"]) for body in fake.bodies["decode"]]
+    assert len(set(prompts)) == len(prompts) >= 15
+
+
+def test_arms_that_are_held_against_each_other_take_turns() -> None:
+    arms = arms_of(tuple(ARMS))
+    assert [[arm.name for arm in group] for group in groups_of(arms)] == [
+        ["none", "leases", "none-again"],
+        ["fixed"],
+        ["stock-none"],
+        ["stock"],
+    ]
+    assert groups_of(arms_of(("stock",))) == (arms_of(("stock",)),)
+    assert [list(Plan().order(cycle, 3)) for cycle in range(3)] == [[0, 1, 2], [2, 1, 0], [0, 1, 2]]
 
 
 def test_a_failed_stream_is_an_error(fake: FakeNodes) -> None:
     fake.fails = True
     with pytest.raises(BenchError, match="no memory"):
-        run_load(fake.url("decode"), "m", WORDS, SMALL, "fit", nobody, lambda: None)
+        one_cycle(fake.url("decode"))
 
 
 def test_the_router_links_turns_by_the_conversations_id(fake: FakeNodes) -> None:
@@ -392,6 +425,36 @@ def test_an_arm_takes_turns_before_between_and_after_both_loads(
     assert any("leases, full: 60 streams" in line for line in said)
 
 
+def test_loads_of_arms_that_alternate_are_measured_while_all_are_up(
+    fake: FakeNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    up: list[str] = []
+    seen: list[tuple[str, tuple[str, ...]]] = []
+
+    @contextmanager
+    def start(arm: Arm, folder: Path) -> Iterator[Nodes]:
+        up.append(arm.name)
+        with started(fake, arm) as nodes:
+            yield replace(nodes, decode_url=f"{nodes.decode_url}#{arm.name}")
+        up.remove(arm.name)
+
+    def cycle(running: Running, number: int) -> None:
+        seen.append((f"{running.phase}-{number}-{running.url.split('#')[1]}", tuple(up)))
+        running.at_end()
+
+    monkeypatch.setattr(Running, "cycle", cycle)
+    monkeypatch.setattr("tools.bench.leases.run.lease_totals", lambda url: TOTALS)
+    what = replace(small_run(tmp_path, "none", "leases", "stock"), plan=replace(SMALL, cycles=2))
+    path = run(what, start, lambda _: None, lambda: 0.0)
+    assert list(json.loads(path.read_text())["arms"]) == ["none", "leases", "stock"]
+    together, alone = ("none", "leases"), ("stock",)
+    assert [one for one, _ in seen[:4]] == [
+        "fit-0-none", "fit-0-leases", "fit-1-leases", "fit-1-none"
+    ]  # fmt: skip
+    assert [those for _, those in seen] == [together] * 8 + [alone] * 4
+    assert not up
+
+
 def test_an_arm_that_would_end_after_the_deadline_is_left_out(
     fake: FakeNodes, tmp_path: Path
 ) -> None:
@@ -405,12 +468,20 @@ def test_an_arm_that_would_end_after_the_deadline_is_left_out(
     assert (list(made["arms"]), made["left_out"]) == (["none"], ["fixed"])
 
 
-def test_what_has_ended_stays_when_a_later_arm_fails(fake: FakeNodes, tmp_path: Path) -> None:
-    fake.leased = False
+def test_what_has_ended_stays_when_a_later_arm_fails(
+    fake: FakeNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def start(arm: Arm, _: Path) -> Iterator[Nodes]:
+        fake.leased = arm.name != "none"
+        with started(fake, arm) as nodes:
+            yield nodes
+
+    monkeypatch.setattr("tools.bench.leases.run.groups_of", lambda arms: [(one,) for one in arms])
     with pytest.raises(BenchError, match="leases cannot be counted"):
         run(
-            small_run(tmp_path, "fixed", "leases"),
-            lambda arm, _: started(fake, arm),
+            small_run(tmp_path, "fixed", "none"),
+            start,
             lambda _: None,
             lambda: 0.0,
         )
@@ -492,6 +563,6 @@ def test_the_report_says_by_its_status_whether_all_was_met(
 def test_a_wrong_argument_is_one_message(
     arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(arguments) == 1
+    assert main(arguments) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and why in error

@@ -29,10 +29,11 @@ from tools.bench.records import write_whole
 _ABOUT = f"""What idle conversations cost a busy decode node: kept for nobody, for a fixed time,
 or by lease.
 
-Each arm starts P, D and the router on the CPU, with little KV memory on D. Conversations take a
-turn and rest; streams run on D meanwhile; the conversations come back, and it is counted how many
-P has read back. First the streams are few enough to fit beside what may be kept, then so many that
-they need all memory. The requests are the same in all arms.
+Each arm is P, D and the router on the CPU, with little KV memory on D; leases and what they are
+held against are up together (six engines, about 15 GB), and their loads alternate. Conversations
+take a turn and rest; streams run on D meanwhile; the conversations come back, and it is counted
+how many P has read back. First the streams are few enough to fit beside what may be kept, then so
+many that they need all memory. The requests are the same in all arms.
 {EXIT_STATUS}
 """
 _RUN = """examples:
@@ -65,6 +66,7 @@ def _run(args: argparse.Namespace, command: str) -> None:
         streams_fit=args.streams_fit,
         streams_full=args.streams_full,
         seconds=args.seconds,
+        cycles=args.cycles,
         decode_blocks=args.decode_blocks,
         lease_s=args.lease,
         seed=args.seed,
@@ -133,6 +135,7 @@ def parser() -> argparse.ArgumentParser:
         one.add_argument(name, type=kind, default=default, help=f"{what} (default {default:g})")
 
     number("--seconds", float, plan.seconds, "s that each of the two loads is measured")
+    number("--cycles", int, plan.cycles, "times that a load begins anew, of those seconds in all")
     number("--conversations", int, plan.conversations, "idle ones")
     number("--streams-fit", int, plan.streams_fit, "of the load that fits beside the budget")
     number("--streams-full", int, plan.streams_full, "of the load that needs all memory")

@@ -3,6 +3,9 @@
 Arms are held against those that keep nothing with the same connector. The base's and ours differ
 in more than what they keep: NIXL's own thread polls without a pause in the base, and takes half of
 a core from an engine that has no other.
+
+What is required of leases is a few percent, and a machine's speed drifts by more than that within a
+minute. So these arms are up at the same time, and their loads alternate.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ _NO_BUDGET = 1e-6
 class Arm:
     """stock: the base release, P and D called one after the other. bidirectional: D keeps turns
     for P. leased: by lease, which the router renews; without `keeps` within a budget of nothing.
-    beside: the arms that keep nothing, which this one is held against."""
+    beside: the arms that keep nothing, which this one is held against. alternates: its load runs in
+    turns with those of the other arms that do, all of them up."""
 
     name: str
     title: str
@@ -31,6 +35,7 @@ class Arm:
     bidirectional: bool = True
     leased: bool = False
     keeps: bool = True
+    alternates: bool = False
 
     def decode_config(self, plan: Plan) -> Mapping[str, Any]:
         """What D's connector is told beside what all are."""
@@ -46,15 +51,15 @@ OURS, STOCK = ("none", "none-again"), ("stock-none",)
 ARMS: Mapping[str, Arm] = {
     arm.name: arm
     for arm in (
-        Arm("none", "nothing kept", OURS, leased=True, keeps=False),
-        Arm("leases", "leases", OURS, leased=True),
-        Arm("none-again", "nothing kept, again", OURS, leased=True, keeps=False),
+        Arm("none", "nothing kept", OURS, leased=True, keeps=False, alternates=True),
+        Arm("leases", "leases", OURS, leased=True, alternates=True),
+        Arm("none-again", "nothing kept, again", OURS, leased=True, keeps=False, alternates=True),
         Arm("fixed", "fixed TTL", OURS),
         Arm("stock-none", "stock, nothing kept", STOCK, stock=True, bidirectional=False),
         Arm("stock", "stock, fixed TTL", STOCK, stock=True),
     )
 }
-"""In the order of running: what is required to be alike runs one after the other."""
+"""In the order of running."""
 
 
 def arms_of(names: Sequence[str]) -> tuple[Arm, ...]:
@@ -67,3 +72,10 @@ def arms_of(names: Sequence[str]) -> tuple[Arm, ...]:
                 found=",".join(names),
             )
     return tuple(ARMS[name] for name in names)
+
+
+def groups_of(arms: Sequence[Arm]) -> tuple[tuple[Arm, ...], ...]:
+    """What is up at the same time: those that alternate together, each other arm alone."""
+    together = tuple(arm for arm in arms if arm.alternates)
+    alone = tuple((arm,) for arm in arms if not arm.alternates)
+    return (together, *alone) if together else alone

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import mean, median
 from typing import Any
 
@@ -78,24 +78,34 @@ class Load:
     slices: tuple[tuple[float, float], ...]
 
 
-def run_load(
-    url: str,
-    model: str,
-    words: Words,
-    plan: Plan,
-    phase: Phase,
-    others: Callable[[], float],
-    at_end: Callable[[], Any],
-) -> Load:
-    """Run the streams of a phase on the engine at `url`, and measure them once they are warm.
+@dataclass
+class Running:
+    """A phase's load on the engine at `url`, cycle by cycle.
 
-    `others` tells what others took of the machine since its last call; `at_end` is called while
-    the streams still run. BenchError for an answer that is not what it must be.
+    `others` tells what others took of the machine since its last call; `at_end` is called at the
+    end of each cycle, while its streams still run.
     """
-    target = Target(url, model, links=False)
-    chunks: list[Chunk] = []
-    slices = asyncio.run(_run(target, words, plan, phase, chunks, others, at_end))
-    return summary(chunks, slices, plan.streams(phase), plan.seconds)
+
+    url: str
+    model: str
+    words: Words
+    plan: Plan
+    phase: Phase
+    others: Callable[[], float]
+    at_end: Callable[[], Any]
+    _chunks: list[Chunk] = field(default_factory=list)
+    _slices: list[Slice] = field(default_factory=list)
+
+    def cycle(self, number: int) -> None:
+        """Run the streams and measure them once they are warm.
+
+        BenchError for an answer that is not what it must be.
+        """
+        asyncio.run(_cycle(self, f"{self.phase}-{number}", self._chunks, self._slices))
+
+    def load(self) -> Load:
+        """What all cycles have come to."""
+        return summary(self._chunks, self._slices, self.plan.streams(self.phase), self.plan.seconds)
 
 
 def summary(
@@ -140,20 +150,13 @@ def _rate(chunks: Sequence[Chunk], one: Slice) -> float:
     return sum(chunk.tokens for chunk in chunks if one.holds(chunk.at)) / one.seconds
 
 
-async def _run(
-    target: Target,
-    words: Words,
-    plan: Plan,
-    phase: Phase,
-    chunks: list[Chunk],
-    others: Callable[[], float],
-    at_end: Callable[[], Any],
-) -> list[Slice]:
+async def _cycle(what: Running, name: str, chunks: list[Chunk], measured: list[Slice]) -> None:
+    plan, wanted = what.plan, what.plan.seconds / what.plan.cycles
     slices: list[Slice] = []
     async with new_session() as session:
         streams = [
-            asyncio.create_task(_stream(session, target, words, plan, phase, number, chunks))
-            for number in range(plan.streams(phase))
+            asyncio.create_task(_stream(session, what, f"{name}-{number}", number, chunks))
+            for number in range(plan.streams(what.phase))
         ]
 
         async def go_on(seconds: float) -> float:
@@ -163,41 +166,40 @@ async def _run(
             )
             for one in done:
                 one.result()
-            return await asyncio.to_thread(others)
+            return await asyncio.to_thread(what.others)
 
         try:
             await go_on(plan.warm_s)
             begin = time.perf_counter()
             while True:
-                share = await go_on(min(SLICE_S, plan.seconds))
+                share = await go_on(min(SLICE_S, wanted))
                 slices.append(Slice(begin, time.perf_counter(), share))
                 begin = slices[-1].end
                 clean = _seconds([one for one in slices if one.counts])
-                if clean >= plan.seconds or _seconds(slices) >= PATIENCE * plan.seconds:
+                if clean >= wanted or _seconds(slices) >= PATIENCE * wanted:
                     break
-            await asyncio.to_thread(at_end)
+            await asyncio.to_thread(what.at_end)
         finally:
             for one in streams:
                 one.cancel()
             await asyncio.gather(*streams, return_exceptions=True)
-    return slices
+    measured += slices
 
 
 async def _stream(
     session: aiohttp.ClientSession,
-    target: Target,
-    words: Words,
-    plan: Plan,
-    phase: Phase,
+    what: Running,
+    stream: str,
     number: int,
     chunks: list[Chunk],
 ) -> None:
     """Request after request. The first ones end one after the other, as later ones do."""
-    share = (number + 1) / plan.streams(phase)
+    plan, target = what.plan, Target(what.url, what.model, links=False)
+    share = (number + 1) / plan.streams(what.phase)
     for request in itertools.count():
-        name = f"{phase}-{number}-{request}"
+        name = f"{stream}-{request}"
         output = max(1, round(share * plan.output_tokens(name)))
-        prompt = words.random(f"{plan.seed}-load-{name}", plan.load_prompt)
+        prompt = what.words.random(f"{plan.seed}-load-{name}", plan.load_prompt)
         watch = watching(chunks, time.perf_counter())
         await complete(session, target, prompt, output, f"load-{name}", "", watch)
         share = 1.0

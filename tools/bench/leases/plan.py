@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,8 +27,9 @@ class Plan:
     in one engine step would else be settled by an arm's first moments. Short enough that more than
     one gap in a hundred is another stream's prompt: a 99th percentile at the edge of those would
     jump.
-    warm_s: of a load, before it is measured. decode_blocks: KV blocks of D; block 0 is never used.
-    lease_s: in the arm of leases.
+    cycles: times that a load begins anew, on one arm after the other; its `seconds` are those of
+    all together. warm_s: of each, before it is measured. decode_blocks: KV blocks of D; block 0 is
+    never used. lease_s: in the arm of leases.
     """
 
     conversations: int = 20
@@ -40,6 +42,7 @@ class Plan:
     load_prompt: int = 128
     load_output: int = 384
     seconds: float = 24.0
+    cycles: int = 3
     warm_s: float = 4.0
     decode_blocks: int = 464
     block_size: int = 32
@@ -68,6 +71,10 @@ class Plan:
     def longest_output(self) -> int:
         return self.load_output + self.load_output // 4
 
+    def order(self, cycle: int, arms: int) -> Sequence[int]:
+        """In which order the arms are loaded: to and fro, so that none is always the first."""
+        return range(arms) if cycle % 2 == 0 else range(arms - 1, -1, -1)
+
     def load_blocks(self, phase: Phase) -> int:
         """What the streams keep at most, all of them at their longest and about to end."""
         return self.streams(phase) * self._blocks(self.load_prompt + self.longest_output)
@@ -94,6 +101,12 @@ class Plan:
     def check(self) -> None:
         """BenchError unless one load fits beside the budget and the other does not beside what is
         kept then."""
+        if self.cycles < 1 or self.seconds <= 0:
+            raise BenchError(
+                "a load is measured for no time",
+                expected="--cycles of at least 1, and --seconds above 0",
+                found=f"{self.cycles} cycles, {self.seconds:g} s",
+            )
         beside = self.usable_blocks - math.floor(self.budget * self.usable_blocks)
         if self.budget > 1 or self.load_blocks("fit") > beside:
             raise BenchError(

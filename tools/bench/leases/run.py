@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ from typing import Any
 from tools.bench.about import busy_share, hardware
 from tools.bench.errors import BenchError
 from tools.bench.gpu.client import SERVED_NAME, RequestError
-from tools.bench.leases.arms import Arm
-from tools.bench.leases.load import MOST_OTHERS, run_load
+from tools.bench.leases.arms import Arm, groups_of
+from tools.bench.leases.load import MOST_OTHERS, Running
 from tools.bench.leases.others import Others
 from tools.bench.leases.plan import PHASES, Phase, Plan
 from tools.bench.leases.servers import Nodes
@@ -67,97 +67,153 @@ def run(what: Run, start: Start, say: Say, busy: Callable[[], float] = busy_shar
         "left_out": [],
     }
     begun, longest = time.monotonic(), 0.0
-    for number, arm in enumerate(what.arms, 1):
+    for arms in groups_of(what.arms):
+        names = ", ".join(arm.name for arm in arms)
         passed = time.monotonic() - begun
-        if passed + longest > what.deadline_s:
-            made["left_out"].append(arm.name)
-            say(f"{arm.name}: left out, it would end after the deadline")
+        if passed + longest * len(arms) > what.deadline_s:
+            made["left_out"] += [arm.name for arm in arms]
+            say(f"{names}: left out, it would end after the deadline")
         else:
-            say(f"{arm.name}: arm {number} of {len(what.arms)}, after {passed:.0f} s")
-            made["arms"][arm.name] = _run_arm(what, arm, start, say, busy)
-            longest = max(longest, time.monotonic() - begun - passed)
+            done = len(made["arms"]) + 1
+            to = f" to {done + len(arms) - 1}" if len(arms) > 1 else ""
+            say(f"{names}: arm {done}{to} of {len(what.arms)}, after {passed:.0f} s")
+            made["arms"].update(_run_group(what, arms, start, say, busy))
+            longest = max(longest, (time.monotonic() - begun - passed) / len(arms))
         write_whole(path, json.dumps(made, indent=1) + "\n")
     return path
 
 
-def _run_arm(
-    what: Run, arm: Arm, start: Start, say: Say, busy: Callable[[], float]
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Up:
+    """An arm that runs."""
+
+    arm: Arm
+    nodes: Nodes
+    talks: Talks
+    start_s: float
+    # What all arms that are up consist of: none of these are others.
+    everybody: list[int]
+
+
+def _run_group(
+    what: Run, arms: Sequence[Arm], start: Start, say: Say, busy: Callable[[], float]
+) -> dict[str, dict[str, Any]]:
     taken = busy()
-    begun, folder = time.monotonic(), what.out / arm.name
-    for log in folder.glob("*.log"):  # an earlier run's
-        log.unlink()
-    with start(arm, folder) as nodes:
-        made = {
-            "title": arm.title,
-            "busy_share": taken,
-            "start_s": round(time.monotonic() - begun, 1),
-            "commands": nodes.commands(),
-            "environment": nodes.environment,
-        }
+    with ExitStack() as stack:
+        up: list[_Up] = []
+        everybody: list[int] = []
+        for arm in arms:
+            begun, folder = time.monotonic(), what.out / arm.name
+            for log in folder.glob("*.log"):  # an earlier run's
+                log.unlink()
+            nodes = stack.enter_context(start(arm, folder))
+            everybody += [process.pid for process in nodes.processes]
+            talks = Talks(what.plan, Words(what.token_ids))
+            up.append(_Up(arm, nodes, talks, round(time.monotonic() - begun, 1), everybody))
         try:
-            with _on_cores(nodes.cores):
-                made["phases"] = _phases(what, arm, nodes, say)
+            with _on_cores(up[0].nodes.cores):
+                phases = _phases(what, up, say)
         except (BenchError, RequestError, DemoError) as error:
-            nodes.check_alive()
+            for one in up:
+                one.nodes.check_alive()
             raise error if isinstance(error, BenchError) else BenchError(str(error)) from error
-        nodes.check_alive()
-    return made
-
-
-def _phases(what: Run, arm: Arm, nodes: Nodes, say: Say) -> dict[Phase, dict[str, Any]]:
-    plan, words = what.plan, Words(what.token_ids)
-    talks = Talks(plan, words)
-    talks.warm_up(nodes.front)
-    first_ms = talks.turn(nodes.front, 1)
-    say(f"{arm.name}: {plan.conversations} conversations rest after turn 1")
-    made: dict[Phase, dict[str, Any]] = {}
-    for turn, phase in enumerate(PHASES, 2):
-        made[phase] = _load(plan, words, arm, nodes, phase)
-        load, d = made[phase]["load"], made[phase]["decode"]
-        say(
-            f"{arm.name}, {phase}: {load['streams']} streams, {load['seconds']:.0f} s: "
-            f"{load['tokens_per_s']:.0f} tokens/s, p99 {load['itl_p99_ms']:.1f} ms, "
-            f"{d['preempted']} preempted"
-        )
-        if load["others"] > MOST_OTHERS:
-            say(f"{arm.name}, {phase}: others took {load['others']:.0%} of this machine meanwhile")
-        before = read_metrics(nodes.prefill_url)
-        turn_ms = talks.turn(nodes.front, turn)
-        time.sleep(_SETTLE_S)
-        found, missed = hits(before, read_metrics(nodes.prefill_url), arm.stock)
-        made[phase]["back"] = {
-            "turns": plan.conversations,
-            "hits": found,
-            "missed": missed,
-            "turn_ms": turn_ms,
-            "first_turn_ms": first_ms,
-        }
-        say(f"{arm.name}, {phase}: {found} of {plan.conversations} turns read back {missed or ''}")
-    return made
-
-
-def _load(plan: Plan, words: Words, arm: Arm, nodes: Nodes, phase: Phase) -> dict[str, Any]:
-    url = nodes.decode_url
-    before = read_metrics(url)
-    kept_before = lease_totals(url) if arm.leased else None
-    others = Others([process.pid for process in nodes.processes])
-    at_end: list[Reading] = []
-    load = run_load(
-        url, SERVED_NAME, words, plan, phase, others, lambda: at_end.append(read_metrics(url))
-    )
-    (after,) = at_end
-    queued = after.growth(before, _QUEUED + "_count")
+        for one in up:
+            one.nodes.check_alive()
     return {
-        "load": asdict(load),
-        "decode": {
-            "preempted": round(after.growth(before, _PREEMPTIONS)),
-            "queued_ms": 1000 * after.growth(before, _QUEUED + "_sum") / max(1.0, queued),
-            "usage_at_end": after.total(_USAGE),
-            "leases_before": kept_before,
-            "leases_after": lease_totals(url) if arm.leased else None,
-        },
+        one.arm.name: {
+            "title": one.arm.title,
+            "busy_share": taken,
+            "start_s": one.start_s,
+            "commands": one.nodes.commands(),
+            "environment": one.nodes.environment,
+            "phases": phases[one.arm.name],
+        }
+        for one in up
     }
+
+
+def _phases(what: Run, up: Sequence[_Up], say: Say) -> dict[str, dict[Phase, dict[str, Any]]]:
+    """Of each arm: a turn of all conversations, then for each phase its load and another turn."""
+    firsts = {}
+    for one in up:
+        one.talks.warm_up(one.nodes.front)
+        firsts[one.arm.name] = one.talks.turn(one.nodes.front, 1)
+        say(f"{one.arm.name}: {what.plan.conversations} conversations rest after turn 1")
+    made: dict[str, dict[Phase, dict[str, Any]]] = {one.arm.name: {} for one in up}
+    for turn, phase in enumerate(PHASES, 2):
+        for one, found in zip(up, _loads(what, up, phase), strict=True):
+            name, load, d = one.arm.name, found["load"], found["decode"]
+            made[name][phase] = found
+            say(
+                f"{name}, {phase}: {load['streams']} streams, {load['seconds']:.0f} s: "
+                f"{load['tokens_per_s']:.0f} tokens/s, p99 {load['itl_p99_ms']:.1f} ms, "
+                f"{d['preempted']} preempted"
+            )
+            if load["others"] > MOST_OTHERS:
+                say(f"{name}, {phase}: others took {load['others']:.0%} of this machine meanwhile")
+            found["back"] = {**_turn(one, turn), "first_turn_ms": firsts[name]}
+            back = found["back"]
+            say(
+                f"{name}, {phase}: {back['hits']} of {back['turns']} turns read back "
+                f"{back['missed'] or ''}"
+            )
+    return made
+
+
+def _turn(one: _Up, turn: int) -> dict[str, Any]:
+    """All of an arm's conversations come back."""
+    before = read_metrics(one.nodes.prefill_url)
+    turn_ms = one.talks.turn(one.nodes.front, turn)
+    time.sleep(_SETTLE_S)
+    found, missed = hits(before, read_metrics(one.nodes.prefill_url), one.arm.stock)
+    return {
+        "turns": one.talks.plan.conversations,
+        "hits": found,
+        "missed": missed,
+        "turn_ms": turn_ms,
+    }
+
+
+def _loads(what: Run, up: Sequence[_Up], phase: Phase) -> list[dict[str, Any]]:
+    """A phase's load on all arms, a cycle of each in turns."""
+    measured = [_Measured(what, one, phase) for one in up]
+    for cycle in range(what.plan.cycles):
+        for number in what.plan.order(cycle, len(measured)):
+            measured[number].running.cycle(cycle)
+    return [one.found() for one in measured]
+
+
+class _Measured:
+    """An arm's load, and what its D counts from here on."""
+
+    def __init__(self, what: Run, one: _Up, phase: Phase) -> None:
+        self._url, self._leased = one.nodes.decode_url, one.arm.leased
+        self._before = read_metrics(self._url)
+        self._kept_before = lease_totals(self._url) if self._leased else None
+        self._at_end: list[Reading] = []
+        self.running = Running(
+            self._url,
+            SERVED_NAME,
+            Words(what.token_ids),
+            what.plan,
+            phase,
+            Others(one.everybody),
+            lambda: self._at_end.append(read_metrics(self._url)),
+        )
+
+    def found(self) -> dict[str, Any]:
+        last = self._at_end[-1]
+        queued = last.growth(self._before, _QUEUED + "_count")
+        return {
+            "load": asdict(self.running.load()),
+            "decode": {
+                "preempted": round(last.growth(self._before, _PREEMPTIONS)),
+                "queued_ms": 1000 * last.growth(self._before, _QUEUED + "_sum") / max(1.0, queued),
+                "usage_at_end": last.total(_USAGE),
+                "leases_before": self._kept_before,
+                "leases_after": lease_totals(self._url) if self._leased else None,
+            },
+        }
 
 
 @contextmanager
