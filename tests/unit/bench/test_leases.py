@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +248,11 @@ def test_arms_that_are_held_against_each_other_take_turns() -> None:
         ["stock"],
     ]
     assert groups_of(arms_of(("stock",))) == (arms_of(("stock",)),)
-    assert [list(Plan().order(cycle, 3)) for cycle in range(3)] == [[0, 1, 2], [2, 1, 0], [0, 1, 2]]
+    orders = [tuple(Plan().order(cycle, 3)) for cycle in range(6)]
+    assert sorted(orders) == sorted(permutations(range(3))), "each before and after each other"
+    two = [tuple(Plan().order(cycle, 2)) for cycle in range(4)]
+    assert two == [(0, 1), (1, 0), (1, 0), (0, 1)]
+    assert tuple(Plan().order(3, 1)) == (0,)
 
 
 def test_a_failed_stream_is_an_error(fake: FakeNodes) -> None:

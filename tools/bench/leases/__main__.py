@@ -142,7 +142,7 @@ def parser() -> argparse.ArgumentParser:
     number("--decode-blocks", int, plan.decode_blocks, f"KV blocks of D, {plan.block_size} tokens")
     number("--lease", float, plan.lease_s, "s of a lease")
     number("--seed", int, plan.seed, "of all prompts")
-    number("--deadline", float, 900.0, "s; no arm is begun that would end later")
+    number("--deadline", float, 1800.0, "s; no arm is begun that would end later")
     one.add_argument(
         "--arms",
         default=",".join(ARMS),

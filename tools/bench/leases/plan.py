@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Literal
 
 from tools.bench.errors import BenchError
@@ -41,8 +42,8 @@ class Plan:
     streams_full: int = 36
     load_prompt: int = 128
     load_output: int = 384
-    seconds: float = 24.0
-    cycles: int = 3
+    seconds: float = 40.0
+    cycles: int = 5
     warm_s: float = 4.0
     decode_blocks: int = 464
     block_size: int = 32
@@ -72,8 +73,10 @@ class Plan:
         return self.load_output + self.load_output // 4
 
     def order(self, cycle: int, arms: int) -> Sequence[int]:
-        """In which order the arms are loaded: to and fro, so that none is always the first."""
-        return range(arms) if cycle % 2 == 0 else range(arms - 1, -1, -1)
+        """In which order the arms are loaded: all orders after each other, to and fro."""
+        orders = list(permutations(range(arms)))
+        back, number = cycle % 2, cycle // 2 % len(orders)
+        return orders[-1 - number if back else number]
 
     def load_blocks(self, phase: Phase) -> int:
         """What the streams keep at most, all of them at their longest and about to end."""
