@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
+from collections.abc import Sequence
 
-from tests.gpu.client import complete, decisions, lease_ids, leases, release, renew, tokens_read
+from tests.gpu.client import (
+    EngineError,
+    complete,
+    decisions,
+    lease_ids,
+    leases,
+    release,
+    renew,
+    reset_prefix_cache,
+    tokens_read,
+)
 from tests.gpu.compare import difference
 from tests.gpu.histories import source
 from tests.gpu.measure import (
@@ -49,6 +61,18 @@ def nothing_kept(when: str, decode: str, findings: Findings) -> None:
     found = {one["rank"]: [one[name] for name in _HELD] for one in totals["ranks"]}
     right = bool(found) and not any(any(held) for held in found.values())
     findings.check(f"nothing kept {when}, by rank", right, f"{', '.join(_HELD)}: {found}")
+
+
+def all_free(urls: Sequence[str], findings: Findings) -> None:
+    """The engines' pools are whole: what a rank still reported as in use would be missing."""
+    begin, kept = time.monotonic(), []
+    for url in urls:
+        try:
+            reset_prefix_cache(url)
+        except EngineError as error:
+            kept.append(str(error))
+    findings.check("all blocks are free", not kept, "; ".join(kept) or f"on {len(urls)} engines")
+    findings.figures["seconds until all blocks were free"] = round(time.monotonic() - begin, 1)
 
 
 def lost_before_the_read(servers: Servers, rng: random.Random, findings: Findings) -> None:

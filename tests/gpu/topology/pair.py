@@ -24,7 +24,7 @@ from tests.gpu.measure import (
     second_turn,
 )
 from tests.gpu.topology.findings import Findings
-from tests.gpu.topology.leases import lease_calls, lost_before_the_read, nothing_kept
+from tests.gpu.topology.leases import all_free, lease_calls, lost_before_the_read, nothing_kept
 
 _FORKS = ("append", "edited_middle")
 _UNADDRESSED = 8
@@ -65,6 +65,7 @@ def run_pair(
         case = measure(conversation, here, rng)
         findings.cases.append(replace(case, name=_named(case.name, where, ranks)))
     nothing_kept("at the end", servers.decode, findings)
+    all_free((servers.prefill, servers.decode), findings)
 
 
 def _places(servers: Servers, ranks: int) -> list[Servers]:
