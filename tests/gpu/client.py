@@ -1,4 +1,4 @@
-"""The router's part over plain HTTP, without a router: one completion, one counter, one reset."""
+"""The router's part over plain HTTP, without a router: completions, leases, counters, resets."""
 
 from __future__ import annotations
 
@@ -40,9 +40,25 @@ def complete(
     max_tokens: int = 1,
     params: Mapping[str, Any] | None = None,
     salt: str | None = None,
+    rank: int | None = None,
+    **more: Any,
 ) -> Answer:
-    """One greedy completion. EngineError for any status but 200."""
-    body: dict[str, Any] = {
+    """One greedy completion, by that data-parallel rank (None: the engine's choice).
+
+    `more` are further fields of the body. EngineError for any status but 200.
+    """
+    body = completion(prompt, max_tokens, **more)
+    if params is not None:
+        body["kv_transfer_params"] = dict(params)
+    if salt is not None:
+        body["cache_salt"] = salt
+    headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+    return parse(_post(f"{url}/v1/completions", body, headers))
+
+
+def completion(prompt: Sequence[int], max_tokens: int, **more: Any) -> dict[str, Any]:
+    """The body of a greedy completion of exactly `max_tokens`, with what is compared."""
+    return {
         "model": "m",
         "prompt": list(prompt),
         "max_tokens": max_tokens,
@@ -51,27 +67,48 @@ def complete(
         "logprobs": TOP,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
+        **more,
     }
-    if params is not None:
-        body["kv_transfer_params"] = dict(params)
-    if salt is not None:
-        body["cache_salt"] = salt
-    return parse(_post(f"{url}/v1/completions", body))
 
 
 def parse(answer: Mapping[str, Any]) -> Answer:
     """The parts of a completion that are compared."""
     choice = answer["choices"][0]
-    first = choice["logprobs"]["top_logprobs"][0]
-    named = {int(name.removeprefix("token_id:")): value for name, value in first.items()}
-    best = sorted(named, key=lambda token: -named[token])[:TOP]
     details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
     return Answer(
         list(choice["token_ids"]),
-        {token: float(named[token]) for token in best},
+        first_logprobs(choice),
         answer.get("kv_transfer_params"),
         details.get("cached_tokens"),
     )
+
+
+def first_logprobs(choice: Mapping[str, Any]) -> dict[int, float]:
+    """Of a choice's first token: the TOP most probable ids."""
+    first = choice["logprobs"]["top_logprobs"][0]
+    named = {int(name.removeprefix("token_id:")): float(value) for name, value in first.items()}
+    return {token: named[token] for token in sorted(named, key=lambda one: -named[one])[:TOP]}
+
+
+def leases(url: str) -> dict[str, Any]:
+    """What D keeps: totals, and those of each rank."""
+    return _get(f"{url}/v1/kv_leases")
+
+
+def renew(url: str, lease_ids: Sequence[str]) -> list[str]:
+    """Prolong them; the ids that were."""
+    return list(_post(f"{url}/v1/kv_leases/renew", {"lease_ids": list(lease_ids)})["renewed"])
+
+
+def release(url: str, lease_ids: Sequence[str]) -> list[str]:
+    """Give turns back; the ids that were there."""
+    return list(_post(f"{url}/v1/kv_leases/release", {"lease_ids": list(lease_ids)})["released"])
+
+
+def lease_ids(*answers: Answer) -> list[str]:
+    """Of the turns that D says it keeps."""
+    told = [one.params or {} for one in answers]
+    return [str(params["lease_id"]) for params in told if "lease_id" in params]
 
 
 def tokens_read(url: str) -> int:
@@ -100,9 +137,20 @@ def reset_prefix_cache(url: str) -> None:
         time.sleep(0.02)
 
 
-def _post(url: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+def _post(
+    url: str, body: Mapping[str, Any] | None, headers: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     data = b"" if body is None else json.dumps(body).encode("utf-8")
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    sent = {"Content-Type": "application/json", **(headers or {})}
+    return _answer(urllib.request.Request(url, data, sent))
+
+
+def _get(url: str) -> dict[str, Any]:
+    return _answer(urllib.request.Request(url))
+
+
+def _answer(request: urllib.request.Request) -> dict[str, Any]:
+    url = request.full_url
     try:
         with _opener.open(request, timeout=_TIMEOUT_S) as response:
             answer: dict[str, Any] = json.load(response)

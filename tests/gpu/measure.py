@@ -5,10 +5,21 @@ from __future__ import annotations
 import random
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-from tests.gpu.client import FIRST, Answer, EngineError, complete, reset_prefix_cache, tokens_read
+from tests.gpu.client import (
+    FIRST,
+    Answer,
+    EngineError,
+    complete,
+    lease_ids,
+    release,
+    reset_prefix_cache,
+    tokens_read,
+)
 from tests.gpu.compare import Difference, difference
 from tests.gpu.histories import (
     Conversation,
@@ -20,16 +31,24 @@ from tests.gpu.histories import (
 # The engine's default for kv_recompute_threshold, tokens.
 THRESHOLD = 64
 _SECOND_ANSWER = 8
+# A completion on one engine; arguments as of `complete`, without the URL.
+Ask = Callable[..., Answer]
 _MEETING_S, _MEETING_TOKENS = 60.0, 300
 
 
 @dataclass(frozen=True)
 class Servers:
-    """URLs of P, D, and a P that reads back by token count (None: not started)."""
+    """URLs of P, D, and a P that reads back by token count (None: not started).
+
+    decode_rank: D's data-parallel rank of first turns, answer_rank: of second ones (None: D's
+    choice).
+    """
 
     prefill: str
     decode: str
     counting: str | None = None
+    decode_rank: int | None = None
+    answer_rank: int | None = None
 
 
 @dataclass
@@ -39,6 +58,7 @@ class Measured:
     checks: with transfers, must be within the limit. noise: without any transfer, makes the
     limit. controls: of wrong KV or of another prompt, must be above the limit. alike: the read-back
     against computations that are cut where it is; where cutting alone makes noise they tell more.
+    stranded: turns that D was to keep, and did not have when they were given back.
     """
 
     name: str
@@ -52,50 +72,79 @@ class Measured:
     controls: dict[str, Difference] = field(default_factory=dict)
     alike: dict[str, Difference] = field(default_factory=dict)
     counted: Difference | None = None
+    stranded: int = 0
+
+
+@dataclass(frozen=True)
+class FirstTurn:
+    """What D has answered and keeps. told: its whole history."""
+
+    prompt: list[int]
+    answer: Answer
+    told: list[int]
 
 
 def measure(conversation: Conversation, servers: Servers, rng: random.Random) -> Measured:
     """Run it. EngineError when an engine refuses or a turn was not kept."""
+    turn = first_turn(conversation.prompt, conversation.generate, servers)
+    found = second_turn(conversation, turn, servers, rng)
+    found.stranded += give_back(servers.decode, turn.answer)
+    return found
+
+
+def first_turn(prompt: list[int], generate: int, servers: Servers) -> FirstTurn:
+    """Over P and D, so that D keeps it."""
+    handed = complete(servers.prefill, prompt, params=FIRST)
+    turn = complete(servers.decode, prompt, generate, params_of(handed), rank=servers.decode_rank)
+    return FirstTurn(prompt, turn, prompt + turn.tokens)
+
+
+def second_turn(
+    conversation: Conversation, turn: FirstTurn, servers: Servers, rng: random.Random
+) -> Measured:
+    """The conversation's change of `turn`, read back, and all that it is compared with."""
     prefill, decode = servers.prefill, servers.decode
-    first = conversation.prompt
-    handed = complete(prefill, first, params=FIRST)
-    turn = complete(decode, first, conversation.generate, _given(handed))
-    told = first + turn.tokens
-    prompt = conversation.second(first, turn.tokens, source(rng))
+    first, given = turn.prompt, params_of(turn.answer)
+    on_prefill = partial(complete, prefill)
+    on_decode = partial(complete, decode, rank=servers.decode_rank)
+    # Where the second turn goes, D's prefix cache gets its blocks.
+    on_next = partial(complete, decode, rank=servers.answer_rank)
+    prompt = conversation.second(first, turn.answer.tokens, source(rng))
 
     # P would else find the first turn's prompt in its own cache, and read next to nothing.
     reset_prefix_cache(prefill)
     before = tokens_read(prefill)
-    read_back = complete(prefill, prompt, params=_given(turn))
+    read_back = on_prefill(prompt, params=given)
     read = tokens_read(prefill) - before
-    answer = complete(decode, prompt, _SECOND_ANSWER, _given(read_back))
-    block = _block(turn)
+    answer = on_next(prompt, _SECOND_ANSWER, params_of(read_back))
+    block = _block(turn.answer)
     counted = None
     if servers.counting is not None:
-        counted = complete(servers.counting, prompt, params=_given(turn))
+        counted = complete(servers.counting, prompt, params=given)
 
-    plain = complete(prefill, prompt, salt=_salt())
+    plain = on_prefill(prompt, salt=new_salt())
     found = Measured(
         conversation.name,
         len(prompt),
         block,
         read,
-        expected_read(told, prompt, block, THRESHOLD),
+        expected_read(turn.told, prompt, block, THRESHOLD),
         counted=None if counted is None else difference(counted.first, plain.first),
+        stranded=give_back(decode, answer),
     )
-    later = {"later_decode": complete(decode, prompt), "later_prefill": complete(prefill, prompt)}
+    later = {"later_decode": on_next(prompt), "later_prefill": on_prefill(prompt)}
     found.cached = {name: one.cached for name, one in later.items()}
     compared: Mapping[str, Answer] = {"read_back": read_back, "decode": answer, **later}
     found.checks = {name: difference(one.first, plain.first) for name, one in compared.items()}
-    first_plain = complete(prefill, first, salt=_salt())
-    found.checks["handover"] = difference(turn.first, first_plain.first)
+    first_plain = on_prefill(first, salt=new_salt())
+    found.checks["handover"] = difference(turn.answer.first, first_plain.first)
 
     without_transfer = {
-        "other_engine": complete(decode, prompt, salt=_salt()),
-        "two_pieces": _in_two_pieces(prefill, prompt, max(found.expected, block)),
-        "own_turns": _two_turns_alone(decode, first, conversation.generate, prompt),
+        "other_engine": on_decode(prompt, salt=new_salt()),
+        "two_pieces": in_two_pieces(on_prefill, prompt, max(found.expected, block)),
+        "own_turns": _two_turns_alone(on_decode, first, conversation.generate, prompt),
         # As D computes after a handover, with nearly all loaded.
-        "last_block": _in_two_pieces(decode, prompt, max(1, len(prompt) - 1)),
+        "last_block": in_two_pieces(on_decode, prompt, max(1, len(prompt) - 1)),
     }
     found.noise = {name: difference(a.first, plain.first) for name, a in without_transfer.items()}
     if read:
@@ -105,9 +154,15 @@ def measure(conversation: Conversation, servers: Servers, rng: random.Random) ->
         }
     changed = with_another_block(prompt, block, rng)
     if changed is not None:
-        other = complete(prefill, changed, salt=_salt())
+        other = on_prefill(changed, salt=new_salt())
         found.controls["another_block"] = difference(other.first, plain.first)
     return found
+
+
+def give_back(decode: str, *turns: Answer) -> int:
+    """Release turns that nobody will read; how many of those that D was to keep it had not."""
+    kept = lease_ids(*turns)
+    return len(kept) - len(release(decode, kept)) if kept else 0
 
 
 def meet(servers: Servers, rng: random.Random) -> None:
@@ -118,13 +173,13 @@ def meet(servers: Servers, rng: random.Random) -> None:
     new, end = source(rng), time.monotonic() + _MEETING_S
     while True:
         prompt = new(_MEETING_TOKENS)
-        turn = complete(
-            servers.decode, prompt, 8, _given(complete(servers.prefill, prompt, 1, FIRST))
-        )
+        turn = first_turn(prompt, 8, servers)
         before = tokens_read(servers.prefill)
         reset_prefix_cache(servers.prefill)
-        again = complete(servers.prefill, prompt + turn.tokens + new(8), params=_given(turn))
-        complete(servers.decode, prompt + turn.tokens, 1, _given(again))
+        longer = turn.told + new(8)
+        again = complete(servers.prefill, longer, params=params_of(turn.answer))
+        answer = complete(servers.decode, longer, 1, params_of(again), rank=servers.answer_rank)
+        give_back(servers.decode, turn.answer, answer)
         if tokens_read(servers.prefill) > before:
             return
         if time.monotonic() > end:
@@ -132,32 +187,34 @@ def meet(servers: Servers, rng: random.Random) -> None:
         time.sleep(0.5)
 
 
-def _in_two_pieces(url: str, prompt: list[int], end: int) -> Answer:
+def in_two_pieces(ask: Ask, prompt: list[int], end: int) -> Answer:
     """The engine's own prefix cache splits the prompt where a read-back would."""
-    salt = _salt()
-    complete(url, prompt[:end], salt=salt)
-    return complete(url, prompt, salt=salt)
+    salt = new_salt()
+    ask(prompt[:end], salt=salt)
+    return ask(prompt, salt=salt)
 
 
-def _two_turns_alone(url: str, first: list[int], generate: int, prompt: list[int]) -> Answer:
+def _two_turns_alone(ask: Ask, first: list[int], generate: int, prompt: list[int]) -> Answer:
     """The same two turns on one engine: generated KV stays where it was made."""
-    salt = _salt()
-    complete(url, first, generate, salt=salt)
-    return complete(url, prompt, salt=salt)
+    salt = new_salt()
+    ask(first, generate, salt=salt)
+    return ask(prompt, salt=salt)
 
 
-def _given(answer: Answer) -> dict[str, object]:
+def params_of(answer: Answer) -> dict[str, Any]:
+    """An answer's params; EngineError if it has none."""
     if answer.params is None:
         raise EngineError("an answer came without kv_transfer_params")
     return answer.params
 
 
 def _block(turn: Answer) -> int:
-    proof = _given(turn).get("prefix_proof")
+    proof = params_of(turn).get("prefix_proof")
     if not isinstance(proof, dict) or not isinstance(proof.get("block_size"), int):
-        raise EngineError(f"D sent no proof: {sorted(_given(turn))}")
+        raise EngineError(f"D sent no proof: {sorted(params_of(turn))}")
     return int(proof["block_size"])
 
 
-def _salt() -> str:
+def new_salt() -> str:
+    """Under which nothing is cached yet."""
     return uuid.uuid4().hex

@@ -52,6 +52,8 @@ _SPARSE = glm5(
 SHAPES = {
     "mla": Shape(_MLA),
     "dense": Shape(qwen3(8, 4096, 12288, 32, **_REDUCED)),
+    # Several engines of it start quickly, and fit on one GPU beside each other.
+    "small": Shape(qwen3(8, 2048, 6144, 16, **_REDUCED)),
     "sparse": Shape(_SPARSE, args=("--quantization", "fp8")),
     "tiny": Shape(
         qwen3(3, 256, 512, 8, **_REDUCED, num_key_value_heads=4, head_dim=64), dtype="float32"

@@ -44,6 +44,8 @@ def case_problems(case: Measured, allowed: float) -> list[str]:
     for name, one in case.controls.items():
         if one.rms <= allowed:
             found.append(f"{case.name}: control {name} not found ({one.rms:.3g})")
+    if case.stranded:
+        found.append(f"{case.name}: D has lost {case.stranded} turns that it was to keep")
     if case.counted is not None and case.name in ROWS:
         wrong = case.counted.rms > allowed
         if wrong != counted_wrong(case.name, case.block):
@@ -107,17 +109,17 @@ def as_json(
     rows = [{**asdict(case), "problems": case_problems(case, verdict.limit)} for case in cases]
     head = {
         "about": about,
-        "limit": _rounded(verdict.limit),
+        "limit": rounded(verdict.limit),
         "problems": [*verdict.problems, *errors],
     }
-    lines = ",\n".join(json.dumps(_rounded(row)) for row in rows)
+    lines = ",\n".join(json.dumps(rounded(row)) for row in rows)
     return json.dumps(head, indent=1)[:-2] + f',\n "cases": [\n{lines}\n]}}\n'
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Noise differs in the second digit; five are enough, and keep the file small."""
     if isinstance(value, float):
         return round(value, 5)
     if isinstance(value, dict):
-        return {key: _rounded(one) for key, one in value.items()}
+        return {key: rounded(one) for key, one in value.items()}
     return value

@@ -23,6 +23,7 @@ class Asked:
     prompt: list[int]
     params: Mapping[str, Any] | None
     salt: str | None
+    rank: int | None
 
 
 @pytest.fixture
@@ -36,19 +37,21 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
         max_tokens: int = 1,
         params: Mapping[str, Any] | None = None,
         salt: str | None = None,
+        rank: int | None = None,
     ) -> Answer:
-        found.append(Asked(url, list(prompt), params, salt))
+        found.append(Asked(url, list(prompt), params, salt, rank))
         return Answer([7] * max_tokens, {7: -0.1}, None if params is None else PARAMS, 0)
 
     monkeypatch.setattr(measure, "complete", complete)
     monkeypatch.setattr(measure, "tokens_read", lambda url: 0)
     monkeypatch.setattr(measure, "reset_prefix_cache", lambda url: None)
+    monkeypatch.setattr(measure, "release", lambda url, ids: list(ids))
     return found
 
 
-def turn_of(second: list[int]) -> measure.Measured:
+def turn_of(second: list[int], servers: measure.Servers = SERVERS) -> measure.Measured:
     conversation = Conversation("append", list(range(1, 41)), 4, lambda h, out, new: second)
-    return measure.measure(conversation, SERVERS, random.Random(1))
+    return measure.measure(conversation, servers, random.Random(1))
 
 
 def test_noise_has_a_pair_for_each_way_in_which_a_transfer_cuts_a_prompt(
@@ -76,3 +79,21 @@ def test_nothing_is_transferred_for_noise(asked: list[Asked]) -> None:
 def test_a_prompt_of_one_token_is_not_cut_to_none(asked: list[Asked]) -> None:
     turn_of([5])
     assert all(one.prompt for one in asked)
+
+
+def test_turns_are_given_back_and_those_that_d_has_lost_are_counted(
+    asked: list[Asked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert turn_of([5] * 60).stranded == 0
+    monkeypatch.setattr(measure, "release", lambda url, ids: [])
+    assert turn_of([5] * 60).stranded == 2
+
+
+def test_ranks_are_asked_where_turns_are_kept_and_where_they_go_on(asked: list[Asked]) -> None:
+    second = [5] * 60
+    turn_of(second, measure.Servers("p", "d", decode_rank=0, answer_rank=1))
+    assert {one.rank for one in asked if one.url == "p"} == {None}
+    on_decode = [one for one in asked if one.url == "d"]
+    assert [one.rank for one in on_decode if one.params is not None] == [0, 1]
+    later = [one for one in on_decode if one.params is None and one.salt is None]
+    assert [one.rank for one in later] == [1], "its blocks are in that rank's prefix cache"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.gpu.plugin.seeded_weights import SHARPNESS, mean_and_std, seed
+from tests.gpu.plugin.seeded_weights import SHARPNESS, checkpoint, mean_and_std, seed
 from tests.gpu.shapes import SHAPES, VOCABULARY, write_model
 
 
@@ -51,3 +52,21 @@ def test_every_parameter_has_a_seed_of_its_own() -> None:
     names = [f"model.layers.{k}.self_attn.o_proj.weight" for k in range(100)]
     assert len({seed(name) for name in names}) == 100
     assert all(math.isfinite(seed(name)) for name in names)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_dense_checkpoint_has_all_that_the_model_has_each_once(tied: bool) -> None:
+    config = SimpleNamespace(**{**SHAPES["dense"].config, "tie_word_embeddings": tied})
+    found = list(checkpoint(config))
+    names = [name for name, _ in found]
+    assert len(names) == len(set(names)) == 2 + 8 * 11 + (not tied)
+    size = sum(math.prod(shape) for _, shape in found)
+    layer = 4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128
+    assert size == (2 - tied) * VOCABULARY * 4096 + 8 * layer + 4096
+
+
+def test_matrices_of_a_checkpoint_are_drawn_by_what_they_are_given() -> None:
+    """Whole, so that half of their columns on each of two ranks has the same weights."""
+    shapes = dict(checkpoint(SimpleNamespace(**SHAPES["tiny"].config)))
+    down = "model.layers.0.mlp.down_proj.weight"
+    assert mean_and_std(down, shapes[down]) == (0.0, pytest.approx(512**-0.5))

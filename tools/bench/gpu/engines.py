@@ -7,7 +7,6 @@ import os
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from tools.bench.gpu.turns import PairOfNodes
 from tools.bench.model import Model
 from tools.cluster import Cluster, ClusterOptions, Engine, RoleOptions, cluster
 from tools.cluster.options import Device
+from tools.cluster.together import start_together
 
 # Of UCX. Leaving ZERO_COPY out is not enough: there are hosts where reads stay fast without it.
 SLOW_TRANSPORT = {"UCX_TLS": "tcp,cuda_copy,self"}
@@ -76,11 +76,9 @@ def running(settings: Settings, logs: Path, say: Say) -> Iterator[dict[SetName, 
             for start in _starts(settings, name, logs / name, say)
         ]
         found: dict[SetName, list[Engine]] = {name: [] for name in settings.pythons}
-        started = _enter_all(stack, [start for _, start in starts])
+        started = start_together(stack, [start for _, start in starts])
         for (name, _), one in zip(starts, started, strict=True):
             found[name] += one.engines
-        # All at once: by itself each stops only when the one before it has.
-        stack.callback(_ask_to_stop, [one for engines in found.values() for one in engines])
         yield {name: _pair(settings, name, engines) for name, engines in found.items()}
 
 
@@ -163,26 +161,6 @@ def _starts(
         cluster(prefill, decode, 1, "cuda", chosen, logs, report)
         for prefill, decode in ((1, 0), (0, 1))
     ]
-
-
-def _enter_all(
-    stack: ExitStack, starts: Sequence[AbstractContextManager[Cluster]]
-) -> list[Cluster]:
-    """Enter all at the same time; if one fails, those that did not are left by the stack."""
-    futures: list[Future[Cluster]] = []
-    try:
-        with ThreadPoolExecutor(len(starts)) as pool:
-            futures += [pool.submit(start.__enter__) for start in starts]
-    finally:
-        for start, future in zip(starts, futures, strict=False):
-            if future.done() and not future.cancelled() and future.exception() is None:
-                stack.push(start)
-    return [future.result() for future in futures]
-
-
-def _ask_to_stop(engines: Sequence[Engine]) -> None:
-    for engine in engines:
-        engine.ask_to_stop()
 
 
 def _pair(settings: Settings, name: SetName, engines: Sequence[Engine]) -> PairOfNodes:
