@@ -184,6 +184,11 @@ class Router:
             raise ClientError(503, "No decode node is up. Try again later.")
         return web.Response(text=f"up: {up['prefill']} prefill, {up['decode']} decode\n")
 
+    async def count(self, http: web.Request, response: web.StreamResponse) -> None:
+        """An answer is about to be sent."""
+        resource = http.match_info.route.resource
+        self.metrics.answered(resource.canonical if resource else "unknown", response.status)
+
     async def show_metrics(self, http: web.Request) -> web.StreamResponse:
         data = generate_latest(self.metrics.registry)
         return web.Response(body=data, headers={"Content-Type": CONTENT_TYPE_LATEST})
@@ -239,6 +244,7 @@ def make_app(router: Router) -> web.Application:
         },
     )
     app.cleanup_ctx.append(router.lifespan)
+    app.on_response_prepare.append(router.count)
     for path in APIS:
         app.router.add_post(path, router.generate)
     for path in GET:

@@ -104,6 +104,6 @@ class HealthChecks:
             passed, why = answer.status == 200, str(answer.status)
         except Unreachable as error:
             passed, why = False, type(error).__name__
-        pool.checked(node, passed)
+        pool.checked(node, passed, why)
         if was_up and not node.health.up:
             logger.warning("%s node %s is down: /health: %s", pool.role, node.name, why)

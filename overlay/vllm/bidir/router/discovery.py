@@ -167,7 +167,7 @@ class Discovery:
         try:
             self._wanted = await asyncio.to_thread(read_node_list, path)
         except ValueError as error:
-            self._metrics.node_list_errors.inc()
+            self._metrics.node_list_error("file")
             logger.error("%s %s; the nodes stay as they were", path, error)
             return False
         self._resolved = {name: self._resolved.get(name, ()) for name in self._names()}
@@ -181,7 +181,7 @@ class Discovery:
         try:
             hosts = await asyncio.wait_for(resolve(name.host, name.port), _RESOLVE_S)
         except (OSError, UnicodeError, asyncio.TimeoutError) as error:
-            self._metrics.node_list_errors.inc()
+            self._metrics.node_list_error(str(name))
             if name not in self._silent:
                 self._silent.add(name)
                 logger.warning("%s cannot be resolved: %s; it is tried again", name, error)

@@ -214,7 +214,7 @@ class Heartbeat:
             logger.info("decode node %s answers lease calls again", node.name)
 
     def _failed(self, node: Node, word: str, error: _CallError) -> None:
-        self._metrics.lease_call_failure(word)
+        self._metrics.lease_call_failure(word, node.name, str(error))
         if node.name in self._silent:
             return
         self._silent.add(node.name)

@@ -14,7 +14,7 @@ from vllm.bidir.reasons import Reason
 from vllm.bidir.router.headers import to_client
 from vllm.bidir.router.nodes import Node
 from vllm.bidir.router.request import TurnRequest
-from vllm.bidir.router.reuse import cached_tokens
+from vllm.bidir.router.reuse import prompt_tokens
 from vllm.bidir.router.stream import take_params
 
 # What P is told when there is nothing to read back: keep your blocks for a decode node.
@@ -44,11 +44,13 @@ class Answer:
 class PrefillDone:
     """P has the prompt's KV. `params` tell D where, as P says it; None if P is no NIXL node.
 
-    `cached_tokens`: how many of the prompt it had not to compute, None if it does not say.
+    `prompt_tokens` long was the prompt, `cached_tokens` of them it had not to compute; None if it
+    does not say.
     """
 
     params: dict[str, Any] | None
     cached_tokens: int | None = None
+    prompt_tokens: int | None = None
 
 
 class Legs:
@@ -70,7 +72,8 @@ class Legs:
                 sent = to_client(upstream.headers)
                 return Answer(upstream.status, upstream.content_type, whole, sent)
         _, found = take_params(whole)
-        return PrefillDone(found, cached_tokens(whole))
+        prompt, cached = prompt_tokens(whole)
+        return PrefillDone(found, cached, prompt)
 
     async def decode(
         self,

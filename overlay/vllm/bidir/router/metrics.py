@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's Prometheus metrics. Labels never carry ids."""
+"""The router's Prometheus metrics. Labels never carry ids.
+
+What has failed is counted here, and noted among the last errors with the node that it was on.
+"""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.bidir.reasons import Reason
+from vllm.bidir.router.last_errors import LastErrors
+from vllm.bidir.router.last_minutes import LastMinutes
 
-_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_TURN_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 _CALL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
@@ -15,6 +21,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.last_errors = LastErrors()
+        self.last_minutes = LastMinutes()
         self._turns = Counter(
             "bidir_router_turns",
             "Turns by what the conversation cache gave (hit, miss) and why it was a miss.",
@@ -57,6 +65,39 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+        self.decode_first_byte_seconds = Histogram(
+            "bidir_router_decode_first_byte_seconds",
+            "Decode leg, from sending the request to the first byte of D's stream.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.first_byte_seconds = Histogram(
+            "bidir_router_first_byte_seconds",
+            "From a turn's arrival to the first byte of its stream, by outcome (hit, miss).",
+            ["outcome"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.turn_seconds = Histogram(
+            "bidir_router_turn_seconds",
+            "From a turn's arrival to the end of its answer, by outcome (hit, miss).",
+            ["outcome"],
+            buckets=_TURN_SECONDS,
+            registry=self.registry,
+        )
+        self._prompt_tokens = Counter(
+            "bidir_router_prompt_tokens",
+            "Prompt tokens of prefill legs as P counts them: reused (read back, or in P's own "
+            "prefix cache) and computed.",
+            ["kind"],
+            registry=self.registry,
+        )
+        self._answers = Counter(
+            "bidir_router_answers",
+            "Answers to clients, by route and HTTP status.",
+            ["route", "status"],
+            registry=self.registry,
+        )
         self.queue_seconds = Histogram(
             "bidir_router_queue_seconds",
             "How long turns waited for a node with room, of those that had to wait.",
@@ -82,7 +123,7 @@ class Metrics:
             ["role"],
             registry=self.registry,
         )
-        self.node_list_errors = Counter(
+        self._node_list_errors = Counter(
             "bidir_router_node_list_errors",
             "Times that the file of nodes could not be used or a name could not be resolved.",
             registry=self.registry,
@@ -128,9 +169,11 @@ class Metrics:
 
     def hit(self) -> None:
         self._turns.labels("hit", "").inc()
+        self.last_minutes.count("hit")
 
     def miss(self, reason: Reason) -> None:
         self._turns.labels("miss", reason.value).inc()
+        self.last_minutes.count(reason.value)
 
     def identified(self, by: str) -> None:
         self._identified.labels(by).inc()
@@ -141,23 +184,45 @@ class Metrics:
     def withheld(self) -> None:
         self._withheld.inc()
 
-    def params_dropped(self, leg: str) -> None:
-        self._params_dropped.labels(leg).inc()
+    def prompt_tokens(self, total: int | None, cached: int | None) -> None:
+        """What P says of a prompt; nothing is counted unless it says both, and they fit."""
+        if total is not None and cached is not None and 0 <= cached <= total:
+            self._prompt_tokens.labels("reused").inc(cached)
+            self._prompt_tokens.labels("computed").inc(total - cached)
 
-    def failure(self, leg: str, kind: str) -> None:
+    def answered(self, route: str, status: int) -> None:
+        """`route` is one of ours, not what a client has asked for."""
+        self._answers.labels(route, status).inc()
+        if status >= 500:
+            self.last_errors.note(f"answer to {route}", "", str(status))
+
+    def params_dropped(self, leg: str, node: str) -> None:
+        self._params_dropped.labels(leg).inc()
+        self.last_errors.note(f"{leg} params", node, "another side channel")
+
+    def failure(self, leg: str, node: str, kind: str) -> None:
         self._failures.labels(leg, kind).inc()
+        self.last_errors.note(f"{leg} leg", node, kind)
 
     def refused(self, role: str, reason: str) -> None:
         self._refused.labels(role, reason).inc()
+        self.last_errors.note(f"{role} queue", "", reason)
 
     def retried(self, role: str) -> None:
         self._retries.labels(role).inc()
 
-    def ejected(self, role: str) -> None:
+    def ejected(self, role: str, node: str) -> None:
         self._ejections.labels(role).inc()
+        self.last_errors.note(f"{role} node", node, "ejected")
+
+    def node_list_error(self, source: str) -> None:
+        """`source`: "file", or the name that cannot be resolved."""
+        self._node_list_errors.inc()
+        self.last_errors.note("node list", source, "not usable")
 
     def released(self, reason: str) -> None:
         self._released.labels(reason).inc()
 
-    def lease_call_failure(self, call: str) -> None:
+    def lease_call_failure(self, call: str, node: str, kind: str) -> None:
         self._lease_call_failures.labels(call).inc()
+        self.last_errors.note(f"lease {call}", node, kind)

@@ -146,12 +146,12 @@ class Pool:
         """A turn has failed on this node before its first byte."""
         if node.health.turn_failed():
             node.verifies = False
-            self._metrics.ejected(self.role)
+            self._metrics.ejected(self.role, node.name)
             logger.warning("%s node %s is ejected: turns fail there", self.role, node.name)
             self.look_again()
 
-    def checked(self, node: Node, passed: bool) -> None:
-        """A node has answered a check or has not."""
+    def checked(self, node: Node, passed: bool, why: str = "") -> None:
+        """A node has answered a check or has not, and `why`: the status, or the error's name."""
         if not node.health.checked(passed):
             return
         if passed:
@@ -159,6 +159,7 @@ class Pool:
         else:
             # What comes back there may be another release.
             node.verifies = False
+            self._metrics.last_errors.note(f"{self.role} node", node.name, f"down: {why}")
             give_up(node)
         self.look_again()
 

@@ -21,10 +21,14 @@ class Reuse:
     reason: Reason | None = Reason.NO_CONVERSATION
     tokens: int | None = None
 
+    @property
+    def outcome(self) -> str:
+        """`hit` or `miss`. A hit of no tokens is none: P computed all, and its log says why."""
+        return "hit" if self.reason is None and self.tokens != 0 else "miss"
+
     def __str__(self) -> str:
-        """The header's value. A hit of no tokens is none: P computed all, and its log says why."""
-        hit = self.reason is None and self.tokens != 0
-        parts = ["hit" if hit else "miss"]
+        """The header's value."""
+        parts = [self.outcome]
         if self.reason is not None:
             parts.append(f"reason={self.reason}")
         if self.tokens is not None:
@@ -37,9 +41,12 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
+    input_tokens: int | None = None
     input_tokens_details: _Details | None = None
     cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -49,16 +56,22 @@ class _Answer(msgspec.Struct):
 _ANSWER = msgspec.json.Decoder(_Answer)
 
 
-def cached_tokens(whole: bytes) -> int | None:
-    """What an answer of any API says of its prompt's cached tokens; None if it does not.
+def prompt_tokens(whole: bytes) -> tuple[int | None, int | None]:
+    """What an answer of any API says of its prompt: tokens, and how many of them were cached.
 
-    Engines say it where they run with --enable-prompt-tokens-details; of Responses, always.
+    None for what it does not say. Engines say the latter where they run with
+    --enable-prompt-tokens-details; of Responses, always.
     """
     try:
         usage = _ANSWER.decode(whole).usage
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
+        return None, None
     if usage is None:
-        return None
+        return None, None
     details = usage.prompt_tokens_details or usage.input_tokens_details
-    return usage.cache_read_input_tokens if details is None else details.cached_tokens
+    if details is not None or usage.input_tokens is None:
+        total = usage.input_tokens if usage.prompt_tokens is None else usage.prompt_tokens
+        return total, usage.cache_read_input_tokens if details is None else details.cached_tokens
+    # Anthropic counts what was cached apart.
+    cached = usage.cache_read_input_tokens
+    return usage.input_tokens + (cached or 0) + (usage.cache_creation_input_tokens or 0), cached

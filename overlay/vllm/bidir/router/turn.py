@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +32,7 @@ from vllm.bidir.router.metrics import Metrics
 from vllm.bidir.router.nodes import Node
 from vllm.bidir.router.policies import Ask
 from vllm.bidir.router.pool import Pool
+from vllm.bidir.router.progress import Progress
 from vllm.bidir.router.request import (
     END_HEADER,
     TurnRequest,
@@ -64,7 +64,8 @@ class Turn:
     place: Place | None
     kept: KeptTurn | None
     last: bool
-    asked: Asked | None = None
+    asked: Asked | None
+    progress: Progress
     reuse: Reuse = field(default_factory=Reuse)
 
     @property
@@ -105,9 +106,10 @@ class Turns:
 
     async def serve(self, http: web.Request) -> web.StreamResponse:
         """Answer one client; ClientError is the caller's to turn into a response."""
+        progress = Progress(self._metrics)
         body = await http.read()
         request = parse_request(http.path, body)
-        turn = self._identify(http, request)
+        turn = self._identify(http, request, progress)
         with self._conversations.under_way(turn.key, turn):
             return await self._both_legs(http, turn)
 
@@ -128,7 +130,7 @@ class Turns:
                 return _whole(prefilled, turn)
             return await self._decode_leg(http, turn, prefilled.params, seat)
 
-    def _identify(self, http: web.Request, request: TurnRequest) -> Turn:
+    def _identify(self, http: web.Request, request: TurnRequest, progress: Progress) -> Turn:
         last = ends_conversation(http.headers.get(END_HEADER))
         named = request_id(http.headers)
         headers = to_engine(http.headers, self._access.authorization(http.headers))
@@ -144,7 +146,7 @@ class Turns:
                 kept = found
             else:
                 reason = found
-        turn = Turn(request, headers, named, place, kept, last, asked)
+        turn = Turn(request, headers, named, place, kept, last, asked, progress)
         turn.reuse.reason = None if kept is not None else reason
         if request.bypass is None:
             if kept is not None:
@@ -191,7 +193,7 @@ class Turns:
         self, turn: Turn, node: Node, params: Mapping[str, Any]
     ) -> PrefillDone | Answer | None:
         """What a node answered, or None when it could not be reached."""
-        begun = time.monotonic()
+        turn.progress.leg_begins()
         try:
             leg = self._legs.prefill(node, turn.request, params, turn.headers)
             done = await while_up(node, leg)
@@ -199,12 +201,12 @@ class Turns:
             self._failed(turn, "prefill", node, type(error).__name__)
             self._prefill.failed(node)
             return None
-        seconds = time.monotonic() - begun
         if isinstance(done, PrefillDone):
             self._note_whether_it_verifies(node, done.params)
+            seconds = turn.progress.prefilled()
             turn.reuse.tokens = done.cached_tokens
+            self._metrics.prompt_tokens(done.prompt_tokens, done.cached_tokens)
             done = PrefillDone(self._admit(turn, "prefill", node, done.params))
-            self._metrics.prefill_seconds.observe(seconds)
             logger.info("%s: Prefill done in %.0fms (%s)", turn, seconds * 1000, node.name)
         if isinstance(done, Answer) and done.status >= 500:
             self._failed(turn, "prefill", node, str(done.status))
@@ -251,6 +253,7 @@ class Turns:
 
         Raises Unreachable for a failure before the first byte.
         """
+        turn.progress.leg_begins()
         upstream = await self._legs.decode(node, turn.request, params, turn.headers)
         try:
             if not _is_stream(upstream):
@@ -258,6 +261,7 @@ class Turns:
             first = await upstream.content.readany()
             if not first:
                 raise aiohttp.ServerDisconnectedError("a stream without a byte")
+            turn.progress.stream_begins(turn.reuse)
             return upstream, first
         except BaseException:
             # Whatever it is, such as a client that has gone: closing ends the request on D.
@@ -271,6 +275,7 @@ class Turns:
         if upstream.status == 200:
             self._keep(turn, node, found)
             self._keep_response(turn, None if turn.asked is None else said_in(whole))
+            turn.progress.answered(turn.reuse)
         sent = to_client(upstream.headers)
         return _whole(Answer(upstream.status, upstream.content_type, body, sent), turn)
 
@@ -324,6 +329,7 @@ class Turns:
             self._keep(turn, node, taken.params)
         if out:
             yield out
+        turn.progress.answered(turn.reuse)
 
     def _keep(self, turn: Turn, node: Node, params: dict[str, Any] | None) -> None:
         """Remember what D has kept of a turn that it has answered, or that it has kept nothing."""
@@ -359,7 +365,7 @@ class Turns:
             return None
         admitted = self._side_channels.admit(params, node.name, node.address.host)
         if admitted is None:
-            self._metrics.params_dropped(leg)
+            self._metrics.params_dropped(leg, node.name)
             if leg == "prefill":
                 turn.reuse.reason = Reason.UNSUPPORTED  # D computes it all
             # Not what they name: it may be anything.
@@ -367,7 +373,7 @@ class Turns:
         return admitted
 
     def _failed(self, turn: Turn, leg: str, node: Node, kind: str) -> None:
-        self._metrics.failure(leg, kind)
+        self._metrics.failure(leg, node.name, kind)
         logger.warning("%s: %s leg failed on %s: %s", turn, leg, node.name, kind)
 
 
