@@ -17,10 +17,10 @@ from vllm.bidir.router.access import Access
 from vllm.bidir.router.checks import HealthChecks
 from vllm.bidir.router.conversations import Conversations, conversation_key
 from vllm.bidir.router.discovery import Discovery, NodeList
+from vllm.bidir.router.draining import Draining
 from vllm.bidir.router.errors import ClientError
 from vllm.bidir.router.headers import REQUEST_ID, request_id
 from vllm.bidir.router.heartbeat import Heartbeat
-from vllm.bidir.router.http_log import HttpLog
 from vllm.bidir.router.identity import Identities
 from vllm.bidir.router.leases import Ended, Leases
 from vllm.bidir.router.legs import Legs
@@ -50,6 +50,7 @@ class Router:
     def __init__(self, options: RouterOptions) -> None:
         self.options = options
         self.metrics = Metrics()
+        self.draining = Draining(options.drain_delay, options.drain_timeout, self.metrics)
         self.access = Access(options.security, options.engine_api_key)
         nodes = options.nodes
         self.prefill = Pool(
@@ -175,6 +176,8 @@ class Router:
 
     async def ready(self, http: web.Request) -> web.StreamResponse:
         """Whether a turn can be served: D serve alone, P do not."""
+        if self.draining.begun:
+            raise ClientError(503, "The router is shutting down.")
         known = bool(self.options.nodes.health_interval)
         up = {
             pool.role: sum(bool(node.health.up) or not known for node in pool.usable())
@@ -208,7 +211,9 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
         error = ClientError(404, f"Unknown path {request.path[:200]}.")
     except web.HTTPMethodNotAllowed as refusal:
         allowed = ", ".join(sorted(refusal.allowed_methods))
-        error = ClientError(405, f"Use {allowed} for {request.path[:200]}.")
+        error = ClientError(
+            405, f"Use {allowed} for {request.path[:200]}.", headers={"Allow": allowed}
+        )
     except web.RequestPayloadError:
         error = ClientError(400, "The body is not what its headers say.")
     except web.HTTPException:
@@ -237,20 +242,16 @@ def make_app(router: Router) -> web.Application:
     app = web.Application(
         middlewares=[openai_errors, router.access.guard],
         client_max_size=router.options.max_body,
-        handler_args={
-            "logger": HttpLog(logger),
-            "max_field_size": router.options.security.max_header,
-            "max_line_size": router.options.security.max_header,
-        },
     )
     app.cleanup_ctx.append(router.lifespan)
     app.on_response_prepare.append(router.count)
+    generate, side_call = map(router.draining.admit, (router.generate, router.side_call))
     for path in APIS:
-        app.router.add_post(path, router.generate)
+        app.router.add_post(path, generate)
     for path in GET:
-        app.router.add_get(path, router.side_call)
+        app.router.add_get(path, side_call)
     for path in POST:
-        app.router.add_post(path, router.side_call)
+        app.router.add_post(path, side_call)
     # An id may hold a slash.
     app.router.add_delete("/conversations/{id:.+}", router.end_conversation)
     app.router.add_get("/conversations/{id:.+}", router.show_conversation)

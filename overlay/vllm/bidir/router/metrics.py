@@ -107,7 +107,8 @@ class Metrics:
         )
         self._refused = Counter(
             "bidir_router_refused",
-            "Turns refused for want of room, by reason (queue_full: 429, queue_timeout: 503).",
+            "Turns refused for want of room, by reason (queue_full: 429, queue_timeout: 503), or "
+            "because the router is ending (draining: 503).",
             ["role", "reason"],
             registry=self.registry,
         )

@@ -44,6 +44,8 @@ class RouterOptions:
     max_conversations: int = 100_000
     max_body: int = 64 << 20
     connect_timeout: float = 5.0
+    drain_delay: float = 0.0
+    drain_timeout: float = 60.0
     engine_api_key: str | None = field(default=None, repr=False)
     nodes: NodeOptions = field(default_factory=NodeOptions)
     security: Security = field(default_factory=Security)
@@ -96,6 +98,22 @@ def parser() -> argparse.ArgumentParser:
         help=f"refuse larger request bodies with 413; default {defaults.max_body}",
     )
     made.add_argument(
+        "--drain-delay",
+        type=float,
+        default=defaults.drain_delay,
+        metavar="SECONDS",
+        help="at SIGTERM: take requests for so long, while /ready says 503 already, until no load "
+        f"balancer sends any; default {defaults.drain_delay:g}",
+    )
+    made.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=defaults.drain_timeout,
+        metavar="SECONDS",
+        help="then let what is under way go on for so long, while new requests get 503; what is "
+        f"left is cut with an error event; default {defaults.drain_timeout:g}",
+    )
+    made.add_argument(
         "--engine-api-key-file",
         type=Path,
         metavar="PATH",
@@ -123,6 +141,8 @@ def parse(argv: Sequence[str] | None = None) -> RouterOptions:
         ),
         max_conversations=_in_range(made, "--max-conversations", args.max_conversations, 1, 1e9),
         max_body=_in_range(made, "--max-body", args.max_body, 1, 1 << 40),
+        drain_delay=_in_range(made, "--drain-delay", args.drain_delay, 0, 3600),
+        drain_timeout=_in_range(made, "--drain-timeout", args.drain_timeout, 0, 86_400),
         engine_api_key=_api_key(made, args.engine_api_key_file),
         nodes=nodes,
         security=security.from_args(made, args),

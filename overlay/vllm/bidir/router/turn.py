@@ -13,7 +13,9 @@ from aiohttp import web
 from vllm.bidir.reasons import Reason
 from vllm.bidir.router.access import Access
 from vllm.bidir.router.ask import ask_of
+from vllm.bidir.router.body import read_body
 from vllm.bidir.router.conversations import Conversations, KeptTurn, Key
+from vllm.bidir.router.draining import ANSWER_BEGUN
 from vllm.bidir.router.errors import ClientError, error_event
 from vllm.bidir.router.headers import REQUEST_ID, request_id, to_client, to_engine
 from vllm.bidir.router.identity import Identities, Place
@@ -107,7 +109,7 @@ class Turns:
     async def serve(self, http: web.Request) -> web.StreamResponse:
         """Answer one client; ClientError is the caller's to turn into a response."""
         progress = Progress(self._metrics)
-        body = await http.read()
+        body = await read_body(http)
         request = parse_request(http.path, body)
         turn = self._identify(http, request, progress)
         with self._conversations.under_way(turn.key, turn):
@@ -291,6 +293,7 @@ class Turns:
         response.content_type = _EVENT_STREAM
         response.charset = "utf-8"
         response.headers["Cache-Control"] = "no-cache"
+        ANSWER_BEGUN.set(True)
         await response.prepare(http)
         async for out in self._pass_through(turn, node, upstream, first):
             await response.write(out)
