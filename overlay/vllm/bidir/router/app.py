@@ -7,12 +7,12 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from importlib import metadata
 
 import aiohttp
+import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from vllm.bidir.router import policies
+from vllm.bidir.router import policies, status_page
 from vllm.bidir.router.access import Access
 from vllm.bidir.router.checks import HealthChecks
 from vllm.bidir.router.conversations import Conversations, conversation_key
@@ -33,6 +33,7 @@ from vllm.bidir.router.responses import Responses
 from vllm.bidir.router.side_calls import GET, POST, SideCalls
 from vllm.bidir.router.side_channels import SideChannels
 from vllm.bidir.router.sockets import node_socket
+from vllm.bidir.router.status import Sources, version
 from vllm.bidir.router.turn import Turns
 
 logger = logging.getLogger("vllm_bidir_router")
@@ -89,6 +90,13 @@ class Router:
         self.responses = Responses(options.security.max_stored_responses, options.max_body)
         self.metrics.leases.set_function(lambda: len(self.leases))
         self.metrics.conversations.set_function(lambda: len(self.conversations))
+        self._sources = Sources(
+            (self.prefill, self.decode),
+            self.conversations,
+            self.leases,
+            self.metrics,
+            time.monotonic(),
+        )
         self._legs: Legs | None = None
         self._turns: Turns | None = None
 
@@ -160,7 +168,7 @@ class Router:
         return web.json_response({"object": "conversation", "lines": lines})
 
     async def show_version(self, http: web.Request) -> web.StreamResponse:
-        return web.json_response({"version": _version()})
+        return web.json_response({"version": version()})
 
     async def end_conversation(self, http: web.Request) -> web.StreamResponse:
         """Forget a conversation of this tenant and give its lease back."""
@@ -183,6 +191,18 @@ class Router:
         if not up["decode"]:
             raise ClientError(503, "No decode node is up. Try again later.")
         return web.Response(text=f"up: {up['prefill']} prefill, {up['decode']} decode\n")
+
+    async def show_status(self, http: web.Request) -> web.StreamResponse:
+        data = msgspec.json.encode(self._sources.status())
+        return web.Response(body=data, content_type="application/json")
+
+    async def show_page(self, http: web.Request) -> web.StreamResponse:
+        return web.Response(
+            body=status_page.page(self._sources.status()),
+            content_type="text/html",
+            charset="utf-8",
+            headers=status_page.headers(),
+        )
 
     async def count(self, http: web.Request, response: web.StreamResponse) -> None:
         """An answer is about to be sent."""
@@ -224,14 +244,6 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
     return response
 
 
-def _version() -> str:
-    """The release of the wheel that the router is a part of."""
-    try:
-        return metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        return "unknown"
-
-
 def make_app(router: Router) -> web.Application:
     """The aiohttp application of a router."""
     app = web.Application(
@@ -255,6 +267,8 @@ def make_app(router: Router) -> web.Application:
     app.router.add_delete("/conversations/{id:.+}", router.end_conversation)
     app.router.add_get("/conversations/{id:.+}", router.show_conversation)
     app.router.add_get("/version", router.show_version)
+    app.router.add_get("/", router.show_page)
+    app.router.add_get("/status", router.show_status)
     app.router.add_get("/health", router.health)
     app.router.add_get("/ready", router.ready)
     app.router.add_get("/metrics", router.show_metrics)
