@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import aiohttp
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from vllm.bidir.router import policies, status_page
+from vllm.bidir.router import policies, status_page, trace_options
 from vllm.bidir.router.access import Access
 from vllm.bidir.router.checks import HealthChecks
 from vllm.bidir.router.conversations import Conversations, conversation_key
@@ -97,6 +98,7 @@ class Router:
             self.metrics,
             time.monotonic(),
         )
+        self.tracing = trace_options.start(options.otlp_traces_endpoint, version())
         self._legs: Legs | None = None
         self._turns: Turns | None = None
 
@@ -149,6 +151,8 @@ class Router:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await heartbeat.say_goodbye()
+            if self.tracing is not None:
+                await self.tracing.close()
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
         assert self._turns is not None  # set before the server listens
@@ -246,8 +250,9 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 def make_app(router: Router) -> web.Application:
     """The aiohttp application of a router."""
+    traced: list[Middleware] = [] if router.tracing is None else [router.tracing.trace]
     app = web.Application(
-        middlewares=[openai_errors, router.access.guard],
+        middlewares=[*traced, openai_errors, router.access.guard],
         client_max_size=router.options.max_body,
         handler_args={
             "logger": HttpLog(logger),

@@ -11,12 +11,13 @@ from aiohttp import web
 from vllm.bidir.router.app import Router, make_app
 from vllm.bidir.router.options import RouterOptions, parse
 from vllm.bidir.router.runtime import calm_garbage_collector, new_event_loop
+from vllm.bidir.router.trace_options import TracingError
 
 logger = logging.getLogger("vllm_bidir_router")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGINT or SIGTERM; exit 1 if the port cannot be had."""
+    """Serve until SIGINT or SIGTERM; exit 1 if the port cannot be had, or traces not be made."""
     options = parse(argv)
     logging.basicConfig(
         stream=sys.stderr,
@@ -26,6 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         _serve(options)
+    except TracingError as error:
+        logger.error("%s", error)
+        return 1
     except OSError as error:
         logger.error(
             "cannot listen on %s:%d: %s; choose another with --host or --port",
