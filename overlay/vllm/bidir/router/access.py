@@ -13,8 +13,8 @@ from vllm.bidir.router.security import Security
 
 TENANT_HEADER = "X-Tenant-ID"
 _MAX_TENANT = 512
-# What probes and scrapers ask, which carry no key.
-_OPEN = frozenset(("/health", "/ready", "/metrics", "/version"))
+# What probes, scrapers and browsers ask, which carry no key.
+_OPEN = frozenset(("/", "/status", "/health", "/ready", "/metrics", "/version"))
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -7,12 +7,13 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from importlib import metadata
 
 import aiohttp
+import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from vllm.bidir.router import policies
+from vllm.bidir.router import policies, status_page, trace_options
 from vllm.bidir.router.access import Access
 from vllm.bidir.router.checks import HealthChecks
 from vllm.bidir.router.conversations import Conversations, conversation_key
@@ -33,6 +34,7 @@ from vllm.bidir.router.responses import Responses
 from vllm.bidir.router.side_calls import GET, POST, SideCalls
 from vllm.bidir.router.side_channels import SideChannels
 from vllm.bidir.router.sockets import node_socket
+from vllm.bidir.router.status import Sources, version
 from vllm.bidir.router.turn import Turns
 
 logger = logging.getLogger("vllm_bidir_router")
@@ -90,6 +92,14 @@ class Router:
         self.responses = Responses(options.security.max_stored_responses, options.max_body)
         self.metrics.leases.set_function(lambda: len(self.leases))
         self.metrics.conversations.set_function(lambda: len(self.conversations))
+        self._sources = Sources(
+            (self.prefill, self.decode),
+            self.conversations,
+            self.leases,
+            self.metrics,
+            time.monotonic(),
+        )
+        self.tracing = trace_options.start(options.otlp_traces_endpoint, version())
         self._legs: Legs | None = None
         self._turns: Turns | None = None
 
@@ -142,6 +152,8 @@ class Router:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await heartbeat.say_goodbye()
+            if self.tracing is not None:
+                await self.tracing.close()
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
         assert self._turns is not None  # set before the server listens
@@ -161,7 +173,7 @@ class Router:
         return web.json_response({"object": "conversation", "lines": lines})
 
     async def show_version(self, http: web.Request) -> web.StreamResponse:
-        return web.json_response({"version": _version()})
+        return web.json_response({"version": version()})
 
     async def end_conversation(self, http: web.Request) -> web.StreamResponse:
         """Forget a conversation of this tenant and give its lease back."""
@@ -186,6 +198,18 @@ class Router:
         if not up["decode"]:
             raise ClientError(503, "No decode node is up. Try again later.")
         return web.Response(text=f"up: {up['prefill']} prefill, {up['decode']} decode\n")
+
+    async def show_status(self, http: web.Request) -> web.StreamResponse:
+        data = msgspec.json.encode(self._sources.status())
+        return web.Response(body=data, content_type="application/json")
+
+    async def show_page(self, http: web.Request) -> web.StreamResponse:
+        return web.Response(
+            body=status_page.page(self._sources.status()),
+            content_type="text/html",
+            charset="utf-8",
+            headers=status_page.headers(),
+        )
 
     async def count(self, http: web.Request, response: web.StreamResponse) -> None:
         """An answer is about to be sent."""
@@ -229,18 +253,11 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
     return response
 
 
-def _version() -> str:
-    """The release of the wheel that the router is a part of."""
-    try:
-        return metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        return "unknown"
-
-
 def make_app(router: Router) -> web.Application:
     """The aiohttp application of a router."""
+    traced: list[Middleware] = [] if router.tracing is None else [router.tracing.trace]
     app = web.Application(
-        middlewares=[openai_errors, router.access.guard],
+        middlewares=[*traced, openai_errors, router.access.guard],
         client_max_size=router.options.max_body,
     )
     app.cleanup_ctx.append(router.lifespan)
@@ -256,6 +273,8 @@ def make_app(router: Router) -> web.Application:
     app.router.add_delete("/conversations/{id:.+}", router.end_conversation)
     app.router.add_get("/conversations/{id:.+}", router.show_conversation)
     app.router.add_get("/version", router.show_version)
+    app.router.add_get("/", router.show_page)
+    app.router.add_get("/status", router.show_status)
     app.router.add_get("/health", router.health)
     app.router.add_get("/ready", router.ready)
     app.router.add_get("/metrics", router.show_metrics)

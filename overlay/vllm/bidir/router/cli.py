@@ -11,12 +11,14 @@ from vllm.bidir.router.app import Router
 from vllm.bidir.router.options import RouterOptions, parse
 from vllm.bidir.router.runtime import calm_garbage_collector, run
 from vllm.bidir.router.server import serve
+from vllm.bidir.router.trace_options import TracingError
 
 logger = logging.getLogger("vllm_bidir_router")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGINT or SIGTERM, and 0 then; exit 1 if the port cannot be had."""
+    """Serve until SIGINT or SIGTERM, and 0 then; exit 1 if the port cannot be had, or traces not be
+    made."""
     options = parse(argv)
     logging.basicConfig(
         stream=sys.stderr,
@@ -26,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         _serve(options)
+    except TracingError as error:
+        logger.error("%s", error)
+        return 1
     except OSError as error:
         logger.error(
             "cannot listen on %s:%d: %s; choose another with --host or --port",

@@ -7,6 +7,7 @@ What has failed is counted here, and noted among the last errors with the node t
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.samples import Sample
 from vllm.bidir.reasons import Reason
 from vllm.bidir.router.last_errors import LastErrors
 from vllm.bidir.router.last_minutes import LastMinutes
@@ -176,6 +177,15 @@ class Metrics:
         self._turns.labels("miss", reason.value).inc()
         self.last_minutes.count(reason.value)
 
+    def turns(self) -> dict[str, int]:
+        """Turns since the start, by the reason of the miss, or "hit"."""
+        return {
+            sample.labels["reason"] or "hit": int(sample.value) for sample in _totals(self._turns)
+        }
+
+    def decode_alone_by_reason(self) -> dict[str, int]:
+        return {sample.labels["reason"]: int(sample.value) for sample in _totals(self._bypassed)}
+
     def identified(self, by: str) -> None:
         self._identified.labels(by).inc()
 
@@ -227,3 +237,8 @@ class Metrics:
     def lease_call_failure(self, call: str, node: str, kind: str) -> None:
         self._lease_call_failures.labels(call).inc()
         self.last_errors.note(f"lease {call}", node, kind)
+
+
+def _totals(counter: Counter) -> list[Sample]:
+    (family,) = counter.collect()
+    return [sample for sample in family.samples if sample.name.endswith("_total")]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from vllm.bidir.router import security
+from vllm.bidir.router import security, trace_options
 from vllm.bidir.router.address import Address as Address
 from vllm.bidir.router.keys import is_usable, read_keys
 from vllm.bidir.router.node_options import NodeOptions, add_node_arguments, node_options
@@ -49,6 +49,7 @@ class RouterOptions:
     engine_api_key: str | None = field(default=None, repr=False)
     nodes: NodeOptions = field(default_factory=NodeOptions)
     security: Security = field(default_factory=Security)
+    otlp_traces_endpoint: str | None = None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -121,6 +122,7 @@ def parser() -> argparse.ArgumentParser:
         "--engine-authorization; "
         f"default: the environment variable {API_KEY_VARIABLE}, else no key",
     )
+    trace_options.add_arguments(made)
     security.add_arguments(made)
     return made
 
@@ -146,6 +148,7 @@ def parse(argv: Sequence[str] | None = None) -> RouterOptions:
         engine_api_key=_api_key(made, args.engine_api_key_file),
         nodes=nodes,
         security=security.from_args(made, args),
+        otlp_traces_endpoint=trace_options.from_args(made, args),
     )
 
 

@@ -78,6 +78,11 @@ class Pool:
         """Turns in the queue."""
         return len(self._queue)
 
+    @property
+    def in_flight_limit(self) -> int:
+        """Turns on one node, 0 for any number."""
+        return self._limits.in_flight
+
     def usable(self) -> list[Node]:
         """The nodes that may be given turns now."""
         now = self._clock()

@@ -150,6 +150,7 @@ class Turns:
                 reason = found
         turn = Turn(request, headers, named, place, kept, last, asked, progress)
         turn.reuse.reason = None if kept is not None else reason
+        progress.about(request, turn.reuse)
         if request.bypass is None:
             if kept is not None:
                 self._metrics.hit()
@@ -195,18 +196,19 @@ class Turns:
         self, turn: Turn, node: Node, params: Mapping[str, Any]
     ) -> PrefillDone | Answer | None:
         """What a node answered, or None when it could not be reached."""
-        turn.progress.leg_begins()
+        headers = turn.progress.leg_begins("prefill", node, turn.request.path, turn.headers)
         try:
-            leg = self._legs.prefill(node, turn.request, params, turn.headers)
+            leg = self._legs.prefill(node, turn.request, params, headers)
             done = await while_up(node, leg)
         except Unreachable as error:
             self._failed(turn, "prefill", node, type(error).__name__)
             self._prefill.failed(node)
             return None
+        turn.progress.leg_ends(done.status if isinstance(done, Answer) else 200)
         if isinstance(done, PrefillDone):
             self._note_whether_it_verifies(node, done.params)
             seconds = turn.progress.prefilled()
-            turn.reuse.tokens = done.cached_tokens
+            turn.reuse.tokens, turn.reuse.prompt_tokens = done.cached_tokens, done.prompt_tokens
             self._metrics.prompt_tokens(done.prompt_tokens, done.cached_tokens)
             done = PrefillDone(self._admit(turn, "prefill", node, done.params))
             logger.info("%s: Prefill done in %.0fms (%s)", turn, seconds * 1000, node.name)
@@ -255,11 +257,13 @@ class Turns:
 
         Raises Unreachable for a failure before the first byte.
         """
-        turn.progress.leg_begins()
-        upstream = await self._legs.decode(node, turn.request, params, turn.headers)
+        headers = turn.progress.leg_begins("decode", node, turn.request.path, turn.headers)
+        upstream = await self._legs.decode(node, turn.request, params, headers)
         try:
             if not _is_stream(upstream):
-                return upstream, await upstream.read()
+                whole = await upstream.read()
+                turn.progress.leg_ends(upstream.status)
+                return upstream, whole
             first = await upstream.content.readany()
             if not first:
                 raise aiohttp.ServerDisconnectedError("a stream without a byte")
@@ -377,6 +381,7 @@ class Turns:
 
     def _failed(self, turn: Turn, leg: str, node: Node, kind: str) -> None:
         self._metrics.failure(leg, node.name, kind)
+        turn.progress.leg_failed(kind)
         logger.warning("%s: %s leg failed on %s: %s", turn, leg, node.name, kind)
 
 
