@@ -63,8 +63,12 @@ def parser() -> argparse.ArgumentParser:
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--host", default=defaults.host, help=f"default {defaults.host}")
-    made.add_argument("--port", type=int, default=defaults.port, help=f"default {defaults.port}")
+    made.add_argument(
+        "--host", default=defaults.host, help=f"the address to listen on; default {defaults.host}"
+    )
+    made.add_argument(
+        "--port", type=int, default=defaults.port, help=f"its port; default {defaults.port}"
+    )
     add_node_arguments(made)
     made.add_argument(
         "--conversation-ttl",
