@@ -23,6 +23,8 @@ from vllm.bidir.router.errors import ClientError
 from vllm.bidir.router.headers import REQUEST_ID, request_id
 from vllm.bidir.router.heartbeat import Heartbeat
 from vllm.bidir.router.identity import Identities
+from vllm.bidir.router.key_rotation import KeyRotation
+from vllm.bidir.router.keys import Keys
 from vllm.bidir.router.leases import Ended, Leases
 from vllm.bidir.router.legs import Legs
 from vllm.bidir.router.metrics import Metrics
@@ -53,7 +55,8 @@ class Router:
         self.options = options
         self.metrics = Metrics()
         self.draining = Draining(options.drain_delay, options.drain_timeout, self.metrics)
-        self.access = Access(options.security, options.engine_api_key)
+        self.keys = Keys(options.security.client_keys, options.engine_api_key)
+        self.access = Access(options.security, self.keys)
         nodes = options.nodes
         self.prefill = Pool(
             "prefill",
@@ -138,14 +141,20 @@ class Router:
                 self.conversations,
                 self.leases,
                 self.metrics,
-                self.options.engine_api_key,
+                self.keys,
             )
             self.decode.watch(heartbeat)
             await self.discovery.start()
             checks = HealthChecks(
                 self._legs, (self.prefill, self.decode), self.options.nodes.health_interval
             )
-            runs = (self.discovery.run, checks.run, heartbeat.run)
+            rotation = KeyRotation(
+                self.keys,
+                self.options.security.client_key_file,
+                self.options.engine_api_key_file,
+                self.metrics,
+            )
+            runs = (self.discovery.run, checks.run, heartbeat.run, rotation.run)
             tasks = [asyncio.create_task(run()) for run in runs]
             yield
             for task in tasks:

@@ -130,6 +130,11 @@ class Metrics:
             "Times that the file of nodes could not be used or a name could not be resolved.",
             registry=self.registry,
         )
+        self.key_file_errors = Counter(
+            "bidir_router_key_file_errors",
+            "Times that a changed file of API keys could not be used; the keys stayed.",
+            registry=self.registry,
+        )
         self.conversations = Gauge(
             "bidir_router_conversations",
             "Conversations whose last turn is remembered.",
