@@ -109,6 +109,37 @@ async def test_a_d_that_fails_before_its_first_byte_is_replaced_by_another(
     assert setup.metric("bidir_router_retries_total", role="decode") == 1
 
 
+async def test_what_a_d_keeps_that_is_down_is_not_asked_for_until_it_is_back(
+    make_setup: MakeSetup,
+) -> None:
+    setup = await make_setup(2, 2, health_interval=0.05)
+    one, two = setup.decode
+    reuse = []
+
+    async def turn(conversation: str) -> None:
+        body = {**BODY, "conversation_id": conversation}
+        async with setup.client.post(setup.url + "/v1/completions", json=body) as response:
+            assert response.status == 200
+            reuse.append(response.headers["x-kv-reuse"])
+
+    for conversation in "abcd":
+        await turn(conversation)
+    assert (len(one.asked), len(two.asked)) == (2, 2)
+    node = setup.router.decode.nodes[0]
+    one.health = 503
+    await until(lambda: node.health.up is False)
+    for conversation in "ab":
+        await turn(conversation)
+    assert reuse[4:] == ["miss; reason=peer_gone", "hit"]
+    offered = [asked["kv_transfer_params"] for engine in setup.prefill for asked in engine.asked]
+    assert sum(params["remote_host"] is None for params in offered) == 5
+    assert setup.metric("bidir_router_turns_total", outcome="miss", reason="peer_gone") == 1
+    one.health = 200
+    await until(lambda: node.health.up is True)
+    await turn("c")
+    assert reuse[6:] == ["hit"] and len(one.asked) == 3
+
+
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 async def test_a_node_that_hangs_is_replaced_once_it_is_down(
     leg: str, make_setup: MakeSetup

@@ -140,10 +140,13 @@ class Turns:
         self._metrics.identified("none" if place is None else place.by)
         if place is not None:
             found = self._conversations.get(place.key)
-            if isinstance(found, KeptTurn):
-                kept = found
-            else:
+            if not isinstance(found, KeptTurn):
                 reason = found
+            elif self._decode.is_down(found.node):
+                # P would wait for it in vain. What it keeps is remembered: it may come back.
+                reason = Reason.PEER_GONE
+            else:
+                kept = found
         turn = Turn(request, headers, named, place, kept, last, asked)
         turn.reuse.reason = None if kept is not None else reason
         if request.bypass is None:
