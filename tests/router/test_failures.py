@@ -131,8 +131,8 @@ CANNOT_READ = {
 async def test_a_d_that_fails_with_what_p_hands_over_computes_it_all(
     path: str, how: str, make_setup: MakeSetup
 ) -> None:
-    """P is gone before D has read from it: no other D could, either."""
-    setup = await make_setup(decode=2)
+    """P is gone before D has read from it: no other D could, either, and none is to blame."""
+    setup = await make_setup(decode=2, eject_after=1)
 
     async def cannot_read(request: web.Request, body: dict[str, Any]) -> web.StreamResponse | None:
         if "kv_transfer_params" not in body:
@@ -155,6 +155,7 @@ async def test_a_d_that_fails_with_what_p_hands_over_computes_it_all(
     assert [len(engine.asked) for engine in setup.decode] == [2, 0]
     alone = setup.metric("bidir_router_decode_alone_total", reason="transfer_failed")
     assert alone == 1
+    assert setup.metric("bidir_router_ejections_total", role="decode") == 0
 
 
 async def test_an_opening_is_passed_on_with_what_follows(setup: Setup) -> None:

@@ -116,7 +116,7 @@ async def test_what_went_wrong_is_remembered_by_kind_and_node(make_setup: MakeSe
         for one in setup.router.metrics.last_errors.newest_first()
     }
     assert errors == {
-        ("decode leg", node, "500"): 3,
+        ("decode leg", node, "500"): 6,  # with what P handed over, and without
         ("decode node", node, "ejected"): 1,
         ("answer to /v1/completions", "", "500"): 3,
     }

@@ -238,6 +238,8 @@ class Turns:
                 done = await self._try_alone(http, turn, node)
             if isinstance(done, web.StreamResponse):
                 return done
+            # Once for both tries: a node that serves the turn alone is none that has failed.
+            self._decode.failed(node)
             refusal = done or refusal
         if refusal is None:
             raise _no_decode_node()
@@ -252,7 +254,6 @@ class Turns:
             upstream, first = await while_up(node, self._open(turn, node, params))
         except Unreachable as error:
             self._failed(turn, "decode", node, type(error).__name__)
-            self._decode.failed(node)
             return None
         async with upstream:
             failed = _failure(upstream, first)
@@ -263,7 +264,6 @@ class Turns:
         if failed is None:
             return self._answer(turn, node, upstream, first)
         self._failed(turn, "decode", node, str(failed.status))
-        self._decode.failed(node)
         return failed
 
     async def _try_alone(
