@@ -20,7 +20,7 @@ from tools.cluster.together import start_together
 LEASE_S = 30
 # What P keeps for a D that has died is free again after this.
 HANDOVER_S = 10
-_START_TIMEOUT_S = 240.0
+_START_TIMEOUT_S = 400.0
 _MODEL_TOKENS = 4096
 
 
