@@ -14,7 +14,7 @@ CPU_WHEEL = $(firstword $(wildcard dist/vllm-*+cpu.bidir.*_x86_64.whl))
 WHEEL_INPUTS := upstream.toml NOTICE $(shell find patches overlay tools/build -type f -not -name '*.pyc')
 PYTEST := PYTHONDONTWRITEBYTECODE=1 $(TEST_PY) -m pytest -q
 
-.PHONY: help demo wheel prove check-installed lint import refresh test test-fast test-full \
+.PHONY: help demo wheel prove check-installed lint docs import refresh test test-fast test-full \
 	test-wheel test-patches test-connector test-upstream test-e2e fuzz bench-build bench-idle bench-proof bench-leases bench-router clean test-faults test-leases test-deploy
 
 help: ## this list
@@ -35,6 +35,9 @@ lint: $(BUILD_ENV)/.made ## patches and series, import rules, ruff, mypy
 	@$(BUILD_ENV)/bin/ruff check .
 	@$(BUILD_ENV)/bin/ruff format --check .
 	@$(BUILD_ENV)/bin/mypy
+
+docs: $(BUILD_ENV)/.made ## write what is generated in docs/ anew: the router's options
+	@$(BUILD_PY) -m tests.router.options_page
 
 import: $(BUILD_ENV)/.made ## make a patch of an upstream diff: make import DIFF=40186.diff
 	@$(TOOL) import $(DIFF)

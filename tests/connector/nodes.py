@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -12,38 +13,61 @@ from vllm.bidir.connector.worker import BidirWorker
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MLAAttentionSpec
 
 from tests.connector.sim import BLOCK, kv_cache_config, vllm_config
 
-LAYERS, HEADS, SIZE = 3, 2, 4
+# KV heads of the model; each rank has its share of them, or one.
+LAYERS, HEADS, SIZE = 3, 4, 4
 BLOCKS = {"p": 40, "d": 50}
 
 
 class Node:
-    """A worker with a KV cache of its own, all of whose bytes are random."""
+    """A worker with a KV cache of its own, all of whose bytes are random.
 
-    def __init__(self, model: Path, engine_id: str, layout: str, block_size: int = BLOCK) -> None:
+    It is `rank` of an engine of `ranks`; `heads` are the model's, 0 for MLA.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        engine_id: str,
+        layout: str,
+        block_size: int = BLOCK,
+        rank: int = 0,
+        ranks: int = 1,
+        heads: int = HEADS,
+    ) -> None:
         config = vllm_config(model, engine_id)
         config.cache_config.kv_cache_layout = layout
         config.cache_config.block_size = block_size
-        spec = FullAttentionSpec(
-            block_size=block_size, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.float32
-        )
+        kind = FullAttentionSpec if heads else MLAAttentionSpec
+        own = max(1, heads // ranks)
+        size = SIZE if heads else 2 * SIZE
+        spec = kind(block_size=block_size, num_kv_heads=own, head_size=size, dtype=torch.float32)
         names = [f"layer.{number}" for number in range(LAYERS)]
         blocks = BLOCKS[engine_id]
-        with set_current_vllm_config(config):
+        with (
+            set_current_vllm_config(config),
+            patch.multiple(
+                base_worker,
+                get_tensor_model_parallel_rank=lambda: rank,
+                get_tensor_model_parallel_world_size=lambda: ranks,
+            ),
+        ):
             self.worker = BidirWorker(
                 config, engine_id, kv_cache_config(blocks, KVCacheGroupSpec(names, spec))
             )
-        page = (HEADS, block_size, 2 * SIZE)
+        self.worker.use_mla = heads == 0
+        page = (own, block_size, 2 * SIZE)
         outer = (blocks, LAYERS) if layout == "BLHNC" else (LAYERS, blocks)
         storage = torch.rand((*outer, *page))
         if layout == "BLHNC":
             self.layers = [storage[:, number] for number in range(LAYERS)]
         else:
             self.layers = [storage[number].clone() for number in range(LAYERS)]
-        self.worker.register_kv_caches(dict(zip(names, self.layers, strict=True)))
+        with patch.object(type(config.model_config), "get_total_num_kv_heads", lambda _: heads):
+            self.worker.register_kv_caches(dict(zip(names, self.layers, strict=True)))
         payload = self.worker.xfer_handshake_metadata
         decoder = msgspec.msgpack.Decoder(NixlAgentMetadata)
         self.metadata = decoder.decode(payload.agent_metadata_bytes)
@@ -76,7 +100,5 @@ class Node:
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank, without process groups, and blocks that no attention kernel looks at."""
+    """Blocks that no attention kernel looks at."""
     monkeypatch.setattr(base_worker, "select_common_block_size", lambda size, backends: size)
-    monkeypatch.setattr(base_worker, "get_tensor_model_parallel_rank", lambda: 0)
-    monkeypatch.setattr(base_worker, "get_tensor_model_parallel_world_size", lambda: 1)

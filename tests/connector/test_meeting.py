@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -44,8 +45,15 @@ class Bare(MeetingWorker):
         self._failed_recv_reqs: queue.Queue[str] = queue.Queue()
         info = SimpleNamespace(remote_block_size=16, remote_physical_blocks_per_logical=1)
         self.transfer_topo: Any = SimpleNamespace(
-            get_engine_info=lambda engine: info, block_size_ratio=lambda size: 1
+            get_engine_info=lambda engine: info,
+            block_size_ratio=lambda size: 1,
+            unregister_remote_engine=lambda engine: None,
         )
+        plan = SimpleNamespace(all_source_ranks=(0,), rank_offset_factor=0)
+        self.engine_id, self.tp_mappings = "p", defaultdict(lambda: plan)
+        self.dst_xfer_side_handles: dict[str, Any] = {}
+        self.kv_caches_base_addr: dict[str, Any] = {}
+        self.dst_num_blocks: dict[str, int] = {}
         self.silent = threading.Event()
 
     def shutdown(self) -> None:

@@ -77,7 +77,7 @@ def test_who_is_handed_over_to_only_opens_the_way(
 def test_small_blocks_are_not_read_a_million_times(pair: tuple[Node, Node]) -> None:
     found = pair[0].worker._null_blocks("d", 1024.0)
     assert found is not None
-    read, megabytes = found
+    (read,), megabytes = found
     each = pair[0].worker._block_megabytes()
     assert megabytes == pytest.approx(8192 * each)
     per_block = 1 if pair[0].worker._rows.of("d", 0) else len(pair[0].layers)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -176,6 +178,8 @@ def test_a_peer_with_other_layers_is_read_layer_by_layer(
     p, d = Node(model, "p", "BLHNC"), Node(model, "d", "BLHNC")
     d.metadata.block_lens = [2 * d.metadata.block_lens[0], 0, d.metadata.block_lens[2]]
     monkeypatch.setattr(BidirWorker, "is_alike", lambda *_: True)
+    plan = SimpleNamespace(all_source_ranks=(0,), rank_offset_factor=0)
+    p.worker.tp_mappings["d"] = plan
     p.worker._meet_rows(d.metadata, 0, "agent")
     assert p.worker._rows.of("d", 0) is None
 
@@ -259,15 +263,25 @@ def test_blocks_are_joined_in_either_order_of_heads_and_tokens(outside: str) -> 
     assert torch.equal(cache[2], wanted)
 
 
-@pytest.mark.parametrize(("tp_size", "dcp_size"), [(2, 1), (1, 2)])
-def test_ranks_that_do_not_pair_have_no_rows(
-    model: Path, tp_size: int, dcp_size: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("dcp_size", "sources", "offset"), [(2, (0,), 0), (1, (1,), 0), (1, (0,), 1)]
+)
+def test_ranks_whose_blocks_do_not_pair_whole_have_no_rows(
+    model: Path,
+    dcp_size: int,
+    sources: tuple[int, ...],
+    offset: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     p, d = Node(model, "p", "BLHNC"), Node(model, "d", "BLHNC")
+    p.meets(d)
+    p.worker._rows.forget("d")
     monkeypatch.setattr(
         NixlPullConnectorWorker, "add_remote_agent", lambda self, *arguments: "agent"
     )
-    p.worker.add_remote_agent(d.metadata, 0, tp_size, dcp_size)
+    plan = p.worker.tp_mappings["d"]
+    p.worker.tp_mappings["d"] = replace(plan, all_source_ranks=sources, rank_offset_factor=offset)
+    p.worker.add_remote_agent(d.metadata, 0, 1, dcp_size)
     assert p.worker._rows.of("d", 0) is None
 
 

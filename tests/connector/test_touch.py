@@ -68,9 +68,9 @@ class Agent:
     released: list[int] = field(default_factory=list)
     _ends: dict[int, float] = field(default_factory=dict)
 
-    def sized(self, megabytes: float) -> tuple[Descriptors, float]:
+    def sized(self, megabytes: float) -> tuple[list[Descriptors], float]:
         self.sizes.append(megabytes)
-        return READ, megabytes
+        return [READ], megabytes
 
     def _takes(self, handle: int) -> float:
         return self.sizes[-1] / self.rate if self.rate else self.takes[handle]
@@ -133,7 +133,7 @@ def test_a_touch_waits_until_it_is_done(clock: Clock, unfinished: Unfinished) ->
     busy: list[set[str]] = []
     agent = Agent(clock, [1.0], on_look=lambda: busy.append(unfinished.engines()))
     before = clock.now
-    assert touch(agent, "d", READ, unfinished, 10.0)
+    assert touch(agent, "d", [READ], unfinished, 10.0)
     assert clock.now - before >= 1.0
     assert (agent.made, agent.released) == ([0], [0])
     assert set(map(frozenset, busy)) == {frozenset({"d"})}
@@ -148,7 +148,7 @@ def test_who_opens_the_way_has_the_agent_for_itself_until_it_is_open(
     transfer, check = agent.transfer, agent.check_xfer_state
     agent.transfer = lambda handle: (held.append(entry.locked()), transfer(handle))[1]
     agent.check_xfer_state = lambda handle: (held.append(entry.locked()), check(handle))[1]
-    assert touch(agent, "d", READ, unfinished, 10.0, entry)
+    assert touch(agent, "d", [READ], unfinished, 10.0, entry)
     assert held[0] is True
     assert set(held[1:]) == {False}
 
@@ -158,7 +158,7 @@ def test_a_touch_that_takes_too_long_is_kept_until_nixl_has_ended_it(
 ) -> None:
     agent = Agent(clock, [NEVER])
     before = clock.now
-    assert not touch(agent, "d", READ, unfinished, 2.0)
+    assert not touch(agent, "d", [READ], unfinished, 2.0)
     assert 2.0 <= clock.now - before < 2.1
     assert agent.released == []
     assert unfinished.engines() == {"d"}
@@ -183,7 +183,7 @@ def test_a_broken_link_leaves_nothing_behind(
     clock: Clock, unfinished: Unfinished, call: str, released: list[int]
 ) -> None:
     touched = Agent(clock, [0.1], fails=call)
-    assert not touch(touched, "d", READ, unfinished, 10.0)
+    assert not touch(touched, "d", [READ], unfinished, 10.0)
     assert touched.released == released
     agent = Agent(clock, [0.1] * READS, fails=call)
     assert measured(agent, unfinished) is None
@@ -194,7 +194,7 @@ def test_a_broken_link_leaves_nothing_behind(
 def test_the_bytes_have_come_though_nixl_does_not_release_it(
     clock: Clock, unfinished: Unfinished
 ) -> None:
-    assert touch(Agent(clock, [0.1], fails="release_xfer_handle"), "d", READ, unfinished, 10.0)
+    assert touch(Agent(clock, [0.1], fails="release_xfer_handle"), "d", [READ], unfinished, 10.0)
     assert unfinished.engines() == set()
 
 
@@ -209,7 +209,7 @@ def test_a_state_that_is_an_error_is_no_success(
     clock: Clock, unfinished: Unfinished, takes: float
 ) -> None:
     agent = Agent(clock, [takes], state="ERR")
-    assert not touch(agent, "d", READ, unfinished, 10.0)
+    assert not touch(agent, "d", [READ], unfinished, 10.0)
     assert agent.released == [0]
     assert measured(Agent(clock, [takes], state="ERR"), unfinished) is None
 
@@ -288,6 +288,37 @@ def test_a_later_read_that_does_not_end_is_not_taken_for_more_than_it_may_be(
     assert agent.released == [0]
 
 
+def test_ranks_are_read_from_together(clock: Clock, unfinished: Unfinished) -> None:
+    """It is as long as the longest takes."""
+    agent = Agent(clock, [0.4, 0.1, 0.3] * READS)
+    before = clock.now
+    assert touch(agent, "d", [READ, READ, READ], unfinished, 10.0)
+    assert 0.4 <= clock.now - before < 0.5
+    assert sorted(agent.released) == [0, 1, 2]
+    agent.made.clear()
+    agent.released.clear()
+    found = measure(agent, "d", lambda wanted: ([READ] * 3, 40.0), unfinished, 10.0)
+    assert found is not None and found.megabytes_per_s == pytest.approx(100.0, rel=0.05)
+
+
+@pytest.mark.parametrize("call", ["transfer", "check_xfer_state"])
+def test_a_rank_that_fails_leaves_the_others_to_nixl(
+    clock: Clock, unfinished: Unfinished, call: str
+) -> None:
+    agent = Agent(clock, [NEVER, 0.1], fails=call, after=1)
+    assert not touch(agent, "d", [READ, READ], unfinished, 10.0)
+    assert agent.released == [1]
+    assert (len(unfinished), unfinished.engines()) == (1, {"d"})
+
+
+def test_a_rank_in_error_is_no_success_though_another_never_ends(
+    clock: Clock, unfinished: Unfinished
+) -> None:
+    agent = Agent(clock, [NEVER, 0.1], state="ERR")
+    assert measure(agent, "d", lambda wanted: ([READ] * 2, 40.0), unfinished, 1.0) is None
+    assert (agent.released, len(unfinished)) == ([1], 1)
+
+
 def test_where_blocks_do_not_pair_nothing_is_read(clock: Clock, unfinished: Unfinished) -> None:
     agent = Agent(clock)
     assert measure(agent, "d", lambda megabytes: None, unfinished, 1.0) is None
@@ -317,7 +348,7 @@ def test_closing_ends_the_wait_and_hands_over_what_runs(unfinished: Unfinished) 
     assert time.monotonic() - before < 5
     assert found == [None]
     assert (agent.released, unfinished.engines()) == ([], set())
-    assert not touch(agent, "d", READ, unfinished, 10.0)
+    assert not touch(agent, "d", [READ], unfinished, 10.0)
     assert agent.made == [0], "nothing is begun any more"
 
 
@@ -362,14 +393,14 @@ def test_nixl_reads_and_nothing_is_left_in_it() -> None:
     unfinished = Unfinished()
 
     ids = np.asarray([0], dtype=np.int32)
-    assert touch(p.nixl, "d", Descriptors(own, ids, theirs, ids + 5), unfinished, 10.0)
+    assert touch(p.nixl, "d", [Descriptors(own, ids, theirs, ids + 5)], unfinished, 10.0)
     assert torch.all(p.memory[0] == 105)
     assert torch.equal(p.memory[1:, 0], torch.arange(11, 18, dtype=torch.uint8)), "no other block"
 
     repeated = np.repeat(ids, 64)
     pairs = Descriptors(own, repeated, theirs, repeated + 3)
     megabytes = len(repeated) * BLOCK_BYTES / 1e6
-    rate = measure(p.nixl, "d", lambda wanted: (pairs, megabytes), unfinished, 10.0)
+    rate = measure(p.nixl, "d", lambda wanted: ([pairs], megabytes), unfinished, 10.0)
     assert rate is not None and rate.finished and rate.megabytes_per_s > 1.0
     assert torch.all(p.memory[0] == 103)
     assert 2 <= len(made) <= 1 + 5 * READS
@@ -379,8 +410,8 @@ def test_nixl_reads_and_nothing_is_left_in_it() -> None:
 
     p.nixl.release_dlist_handle(theirs)
     p.nixl.remove_remote_agent(agent)
-    assert measure(p.nixl, "d", lambda wanted: (pairs, 1.0), unfinished, 10.0) is None
-    assert not touch(p.nixl, "d", pairs, unfinished, 10.0)
+    assert measure(p.nixl, "d", lambda wanted: ([pairs], 1.0), unfinished, 10.0) is None
+    assert not touch(p.nixl, "d", [pairs], unfinished, 10.0)
     assert unfinished.engines() == set()
     p.nixl.release_dlist_handle(own)
     for side in (p, d):

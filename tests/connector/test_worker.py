@@ -121,8 +121,17 @@ class Bare(BidirWorker):
             remote_dcp_size=1,
         )
         self.transfer_topo = SimpleNamespace(
-            get_engine_info=lambda engine: info, block_size_ratio=lambda size: 1
+            get_engine_info=lambda engine: info,
+            block_size_ratio=lambda size: 1,
+            tp_ratio=lambda size: 1,
+            tp_size=1,
+            total_num_kv_heads=1,
+            is_mla=False,
         )
+        self.use_mla, self.tp_mappings = False, {"d": SimpleNamespace(all_source_ranks=(0,))}
+        self.src_xfer_handles_by_block_size = {16: 1}
+        self.dst_xfer_side_handles = {"d": {0: 2}}
+        self._engine_last_active: dict[str, float] = {}
         self.may_confirm = threading.Event()
         self.confirmed: SimpleQueue[tuple[str, int]] = SimpleQueue()
         self.handshakes: list[Future[Any]] = []
@@ -160,15 +169,6 @@ class Bare(BidirWorker):
         self.cleaned.append(engine_id)
         for known in (self._remote_agents, self._addresses, self._agents):
             known.pop(engine_id, None)
-
-    def _read_blocks_for_req(self, request_id: str, meta: Any) -> None:
-        self._recving_transfers.setdefault(request_id, [])
-        spec = SimpleNamespace(
-            remote_rank=0,
-            local_block_ids=meta.local_physical_block_ids,
-            remote_block_ids=meta.remote.block_ids,
-        )
-        self._read_blocks(spec, "d", request_id, "x", 1, 2, 1)
 
     def finish(self) -> tuple[set[str], WorkerReport | None]:
         """A step's end: requests that the scheduler hears of, and the report beside them."""
@@ -279,6 +279,8 @@ def test_an_unconfirmed_read_is_lost(bare: Bare) -> None:
         ({"block_ids": [40, 41, 42, 100]}, Reason.HOLD_LOST),
         ({"block_ids": [40, 41, 42, -1]}, Reason.HOLD_LOST),
         ({"tp_size": 2}, Reason.UNSUPPORTED),
+        ({"tp_size": 0}, Reason.UNSUPPORTED),
+        ({"tp_size": -1}, Reason.UNSUPPORTED),
     ],
 )
 def test_an_answer_that_does_not_fit_the_order_is_not_read(
@@ -496,7 +498,9 @@ def test_sizes_in_params_do_not_reach_the_handshake(bare: Bare) -> None:
     assert isinstance(source, Source)
     bare._order("r2", replace(ORDER, source=source))
     meta = bare._recving_metadata["r2"]
-    assert (meta.tp_size, meta.dcp_size, meta.pp_size) == (1, 1, 1)
+    assert (meta.tp_size, meta.dcp_size, meta.pp_size) == (0, 1, 1)
+    bare._held("r2", peer.Asked(hold=answer()))
+    assert meta.tp_size == 1
 
 
 def test_a_failed_transfer_is_lost_once(bare: Bare) -> None:

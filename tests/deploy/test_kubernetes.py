@@ -112,10 +112,14 @@ def test_the_router_looks_for_the_services_that_there_are() -> None:
         assert int(words[f"{role}-port"]) == port["port"]
 
 
-@pytest.mark.parametrize("name", [*ENGINES, "vllm-router"])
+@pytest.mark.parametrize("name", ENGINES)
 def test_a_pod_outlives_its_pre_stop_and_what_is_under_way(name: str) -> None:
     paused = int(container(name)["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pod(name)["spec"]["terminationGracePeriodSeconds"] >= paused + 40
+
+
+@pytest.mark.parametrize("name", [*ENGINES, "vllm-router"])
+def test_probes_ask_the_port_that_is_served(name: str) -> None:
     for probe in ("readinessProbe", "livenessProbe"):
         assert container(name)[probe]["httpGet"]["port"] == "http"
 

@@ -15,10 +15,23 @@ from aiohttp.test_utils import TestServer
 from vllm.bidir.router.app import Router, make_app
 from vllm.bidir.router.node_options import NodeOptions
 from vllm.bidir.router.options import Address, RouterOptions
+from vllm.bidir.router.server import Runner
 
 from tests.router.fake_engine import FakeEngine
 
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 8}
+JSON = {"Content-Type": "application/json"}
+
+
+class RouterServer(TestServer):
+    """A router's own server on a free port."""
+
+    def __init__(self, router: Router) -> None:
+        super().__init__(make_app(router), host="127.0.0.1")
+        self._security = router.options.security
+
+    async def _make_runner(self, **kwargs: Any) -> Runner:
+        return Runner(self.app, self._security)
 
 
 @dataclass
@@ -54,7 +67,7 @@ async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
 async def another_router(setup: Setup, **options: Any) -> AsyncIterator[Setup]:
     """A second router in front of the same engines."""
     router = Router(replace(setup.router.options, **options))
-    server = TestServer(make_app(router), host="127.0.0.1")
+    server = RouterServer(router)
     await server.start_server()
     try:
         yield replace(
@@ -90,7 +103,7 @@ async def make_setup() -> AsyncIterator[MakeSetup]:
         names = {one.name for one in fields(NodeOptions)} & options.keys()
         nodes = NodeOptions(**{name: options.pop(name) for name in names})
         router = Router(replace(made, nodes=nodes, **options))
-        server = TestServer(make_app(router), host="127.0.0.1")
+        server = RouterServer(router)
         await server.start_server()
         client = aiohttp.ClientSession()
         closing.extend([server.close, client.close])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import json
 import logging
 import ssl
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from vllm.bidir.router.app import Router, make_app
+from vllm.bidir.router.app import Router
 from vllm.bidir.router.security import Security, key_digest
 
-from tests.router.conftest import BODY, MakeSetup, Setup, another_router
+from tests.router.conftest import BODY, JSON, MakeSetup, RouterServer, Setup, another_router
 from tests.router.fake_engine import FakeEngine
+from tests.router.test_http import send
 from tests.router.tls import make_certificate
 
 KEYS = Security(client_keys=frozenset(map(key_digest, ("one", "two"))))
@@ -44,7 +43,9 @@ async def test_params_of_a_client_are_refused_wherever_they_stand(
 ) -> None:
     plain = json.dumps({**BODY, **body})
     for text in (plain, plain.replace("transfer", "t\\u0072ansfer"), plain.replace(":", " : ")):
-        async with setup.client.post(setup.url + "/v1/chat/completions", data=text) as response:
+        async with setup.client.post(
+            setup.url + "/v1/chat/completions", data=text, headers=JSON
+        ) as response:
             assert response.status == 400
             assert "transfer_params" in (await response.json())["error"]["param"]
     assert setup.prefill[0].asked == setup.decode[0].asked == []
@@ -58,7 +59,7 @@ async def test_nothing_beside_params_hides_them(setup: Setup, beside: bytes) -> 
     """Each of these an engine may read, or a decoder skip."""
     text = b'{"model":"m","prompt":"x","y":' + beside + b',"vllm_xargs":{"kv_transfer_params":"z"}}'
     for path in ("/v1/completions", "/tokenize"):
-        async with setup.client.post(setup.url + path, data=text) as response:
+        async with setup.client.post(setup.url + path, data=text, headers=JSON) as response:
             assert response.status == 400
     assert setup.prefill[0].asked == setup.decode[0].asked == []
 
@@ -226,45 +227,6 @@ async def test_a_refusal_says_when_to_try_again(setup: Setup, leg: str) -> None:
         assert response.headers["X-Request-Id"]
 
 
-async def send(setup: Setup, raw: bytes) -> bytes:
-    """What comes back for these very bytes, until the router ends the connection."""
-    assert setup.server.port is not None
-    reader, writer = await asyncio.open_connection("127.0.0.1", setup.server.port)
-    try:
-        writer.write(raw)
-        await writer.drain()
-        return await asyncio.wait_for(reader.read(), 5)
-    finally:
-        writer.close()
-        with suppress(ConnectionError):
-            await writer.wait_closed()
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"\x16\x03\x01secret\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + b"secret" * 200 + b"\r\n\r\n",
-        b"GET /" + b"secret" * 200 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: x\r\nsecret header: 1\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: secret\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n"
-        b"Transfer-Encoding: chunked\r\n\r\nsecret",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
-        b"Connection: close\r\n\r\nsecret\r\n\r\n",
-    ],
-)
-async def test_malformed_http_is_a_400_of_which_the_log_shows_nothing(
-    make_setup: MakeSetup, raw: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("DEBUG")
-    setup = await make_setup(security=Security(max_header=1000))
-    status = (await send(setup, raw)).split(b"\r\n")[0]
-    assert status in (b"HTTP/1.0 400 Bad Request", b"HTTP/1.1 400 Bad Request"), status
-    assert "secret" not in caplog.text
-    assert (await setup.ask())[0] == 200
-
-
 async def test_a_fault_of_the_router_is_a_500_in_openais_shape(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,7 +295,7 @@ async def test_clients_and_engines_may_speak_tls(setup: Setup, tmp_path: Path) -
     assert node.port is not None
     address = replace(setup.decode[0].address, port=node.port, scheme="https")
     options = replace(setup.router.options, decode=(address,), security=security)
-    server = TestServer(make_app(Router(options)), host="127.0.0.1")
+    server = RouterServer(Router(options))
     await server.start_server(ssl=context)
     trusting = ssl.create_default_context(cafile=cert)
     url = f"https://127.0.0.1:{server.port}/v1/completions"

@@ -103,10 +103,115 @@ async def test_a_d_that_fails_before_its_first_byte_is_replaced_by_another(
         status, body = await setup.ask(stream=stream)
         assert status == 200
         assert body.endswith(event("[DONE]")) if stream else json.loads(body)["choices"]
-    assert (len(setup.decode[0].asked), len(setup.decode[1].asked)) == (1, 2)
+    # An answer of 500 may have to do with what P hands over: then it is asked once more, without.
+    asked = 2 if how == "500" else 1
+    assert (len(setup.decode[0].asked), len(setup.decode[1].asked)) == (asked, 2)
     # P has computed each turn once: its KV is there for the other D.
     assert len(setup.prefill[0].asked) == 2
     assert setup.metric("bidir_router_retries_total", role="decode") == 1
+
+
+ERROR = {"error": {"message": "no", "type": "InternalServerError", "code": 500}}
+
+
+OPENING = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+# What each API's engine streams when it cannot read what P hands over, in pieces as they come.
+CANNOT_READ = {
+    "/v1/completions": [event(ERROR), event("[DONE]")],
+    "/v1/chat/completions": [event(OPENING), event(ERROR), event("[DONE]")],
+    "/v1/messages": [
+        b"event: message_start\n" + event({"type": "message_start", "message": {"id": "1"}}),
+        b"event: error\n" + event({"type": "error", "error": {"type": "internal_error"}}),
+    ],
+}
+
+
+@pytest.mark.parametrize("how", ["500", "in pieces", "at once"])
+@pytest.mark.parametrize("path", CANNOT_READ)
+async def test_a_d_that_fails_with_what_p_hands_over_computes_it_all(
+    path: str, how: str, make_setup: MakeSetup
+) -> None:
+    """P is gone before D has read from it: no other D could, either."""
+    setup = await make_setup(decode=2)
+
+    async def cannot_read(request: web.Request, body: dict[str, Any]) -> web.StreamResponse | None:
+        if "kv_transfer_params" not in body:
+            return None
+        if how == "500":
+            return web.json_response(ERROR, status=500)
+        response = await begin(request)
+        pieces = CANNOT_READ[path]
+        for piece in pieces if how == "in pieces" else [b"".join(pieces)]:
+            await response.write(piece)
+            await asyncio.sleep(0.01)
+        return response
+
+    for engine in setup.decode:
+        engine.script = cannot_read
+    chat = {"messages": [{"role": "user", "content": "hello"}], "prompt": None}
+    more = {} if path == "/v1/completions" else chat
+    status, body = await setup.ask(path, stream=True, **more)
+    assert (status, body) == (200, as_client_sees(d_params(2)))
+    assert [len(engine.asked) for engine in setup.decode] == [2, 0]
+    alone = setup.metric("bidir_router_decode_alone_total", reason="transfer_failed")
+    assert alone == 1
+
+
+async def test_an_opening_is_passed_on_with_what_follows(setup: Setup) -> None:
+    async def answers(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await begin(request)
+        for piece in (event(OPENING), event({"choices": [{"delta": {"content": "x"}}]})):
+            await response.write(piece)
+            await asyncio.sleep(0.01)
+        return response
+
+    setup.decode[0].script = answers
+    status, body = await setup.ask("/v1/chat/completions", stream=True, messages=[])
+    assert status == 200 and body.count(b"data: ") == 2 and body.startswith(event(OPENING))
+
+
+async def test_a_stream_that_begins_with_an_error_is_no_stream_where_nothing_else_is_left(
+    setup: Setup,
+) -> None:
+    async def broken(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await begin(request)
+        await response.write(event(ERROR) + event("[DONE]"))
+        return response
+
+    setup.decode[0].script = broken
+    status, body = await setup.ask(stream=True)
+    assert (status, json.loads(body)) == (500, ERROR)
+
+
+async def test_what_a_d_keeps_that_is_down_is_not_asked_for_until_it_is_back(
+    make_setup: MakeSetup,
+) -> None:
+    setup = await make_setup(2, 2, health_interval=0.05)
+    one, two = setup.decode
+    reuse = []
+
+    async def turn(conversation: str) -> None:
+        body = {**BODY, "conversation_id": conversation}
+        async with setup.client.post(setup.url + "/v1/completions", json=body) as response:
+            assert response.status == 200
+            reuse.append(response.headers["x-kv-reuse"])
+
+    for conversation in "abcd":
+        await turn(conversation)
+    assert (len(one.asked), len(two.asked)) == (2, 2)
+    node = setup.router.decode.nodes[0]
+    one.health = 503
+    await until(lambda: node.health.up is False)
+    for conversation in "ab":
+        await turn(conversation)
+    assert reuse[4:] == ["miss; reason=peer_gone", "hit"]
+    offered = [asked["kv_transfer_params"] for engine in setup.prefill for asked in engine.asked]
+    assert sum(params["remote_host"] is None for params in offered) == 5
+    assert setup.metric("bidir_router_turns_total", outcome="miss", reason="peer_gone") == 1
+    one.health = 200
+    await until(lambda: node.health.up is True)
+    await turn("c")
+    assert reuse[6:] == ["hit"] and len(one.asked) == 3
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
@@ -234,6 +339,23 @@ async def test_a_client_that_goes_while_it_does_not_read_ends_the_work_too(setup
     begun = time.monotonic()
     await asyncio.wait_for(engine.gone.wait(), 5)
     assert time.monotonic() - begun < GONE_WITHIN_S
+
+
+async def test_a_client_that_goes_as_its_answer_ends_is_no_fault(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Many close after [DONE], without waiting for the end of the body."""
+    ends = web.StreamResponse.write_eof
+
+    async def gone(response: web.StreamResponse, data: bytes = b"") -> None:
+        if "x-kv-reuse" in response.headers:
+            raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+        await ends(response, data)
+
+    monkeypatch.setattr(web.StreamResponse, "write_eof", gone)
+    with pytest.raises(aiohttp.ClientPayloadError):
+        await setup.ask(stream=True)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 class Written:

@@ -10,6 +10,8 @@ import pytest
 from vllm.bidir.router.options import API_KEY_VARIABLE, Address, RouterOptions, parse, parser
 from vllm.bidir.router.security import CLIENT_KEYS_VARIABLE, key_digest
 
+from tests.router.options_page import PAGE, with_options
+
 OVERLAY = Path(__file__).resolve().parents[2] / "overlay"
 
 
@@ -70,6 +72,14 @@ def test_contradictions_are_refused(
 def test_every_option_names_its_default() -> None:
     for action in parser()._actions:
         assert action.dest == "help" or "default" in str(action.help), action.option_strings
+
+
+def test_the_page_lists_the_options_as_they_are() -> None:
+    page = PAGE.read_text("utf-8")
+    assert with_options(page, parser()) == page, "run `make docs`"
+    changed = parser()
+    changed.add_argument("--another", help="with a | in it; default none")
+    assert "| `--another ANOTHER` | with a \\| in it; default none |" in with_options(page, changed)
 
 
 def test_the_engines_key_comes_from_a_file_or_the_environment(

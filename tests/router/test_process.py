@@ -20,6 +20,7 @@ from vllm.bidir.router.runtime import new_event_loop
 
 from tests.router.conftest import BODY
 from tests.router.fake_engine import FakeEngine, as_client_sees, d_params, event
+from tests.router.fake_leases import lease_id
 from tools.cluster.ports import PortReservations
 
 OVERLAY = Path(__file__).resolve().parents[2] / "overlay"
@@ -101,10 +102,46 @@ async def test_a_client_that_leaves_ends_the_request_on_d(running: Running) -> N
         await asyncio.wait_for(running.decode.gone.wait(), 5)
 
 
-async def test_it_ends_when_it_is_told_to(running: Running) -> None:
-    running.process.send_signal(signal.SIGTERM)
+@pytest.mark.parametrize("again", [None, signal.SIGINT])
+async def test_a_stream_goes_on_to_its_end_or_to_a_second_signal(
+    running: Running, again: signal.Signals | None
+) -> None:
+    """Exit code 0 both times; the leases are given back, that of the last turn too."""
+    go_on = asyncio.Event()
+    running.decode.leases.duration_s = 60
+
+    async def waits(request: web.Request, body: dict[str, Any]) -> web.StreamResponse | None:
+        if body["prompt"] != "wait":
+            return None
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(event({"choices": []}))
+        await go_on.wait()
+        params = d_params(2) | running.decode.leases.terms(2)
+        await response.write(event({"choices": [], "kv_transfer_params": params}))
+        return response
+
+    running.decode.script = waits
+    async with aiohttp.ClientSession() as client:
+        url, body = running.url + "/v1/completions", {**BODY, "stream": True}
+        async with client.post(url, json={**body, "conversation_id": "a"}) as response:
+            await response.read()
+        asked = {**body, "prompt": "wait", "conversation_id": "b"}
+        async with client.post(url, json=asked) as response:
+            await response.content.readline()
+            running.process.send_signal(signal.SIGTERM)
+            while (await client.get(running.url + "/ready")).status != 503:
+                await asyncio.sleep(0.01)
+            if again is None:
+                go_on.set()
+            else:
+                running.process.send_signal(again)
+            rest = await response.read()
     _, said = await asyncio.wait_for(running.process.communicate(), 15)
     assert running.process.returncode == 0 and b"Traceback" not in said
+    kept = [lease_id(1), lease_id(2)] if again is None else [lease_id(1)]
+    assert sorted(running.decode.leases.released()) == kept
+    assert (b"shutting down" in rest) == (again is not None)
 
 
 def test_uvloop_is_what_it_runs_on_where_it_is_installed() -> None:

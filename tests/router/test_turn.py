@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from vllm.bidir.router.app import Router, make_app
+from vllm.bidir.router.app import Router
 from vllm.bidir.router.options import Address
 
-from tests.router.conftest import BODY, MakeSetup, Setup
+from tests.router.conftest import BODY, JSON, MakeSetup, RouterServer, Setup
 from tests.router.fake_engine import P_PARAMS, FakeEngine, as_client_sees, d_params, event
 from tools.bench.logs import conversation_digest, read_router
 
@@ -359,7 +359,9 @@ async def test_bad_input_is_refused_in_openais_shape(
     make_setup: MakeSetup, body: bytes, status: int, word: str
 ) -> None:
     setup = await make_setup(max_body=200_000 if body.startswith(b"[[") else 4000)
-    async with setup.client.post(setup.url + "/v1/chat/completions", data=body) as response:
+    async with setup.client.post(
+        setup.url + "/v1/chat/completions", data=body, headers=JSON
+    ) as response:
         assert response.status == status
         error = (await response.json())["error"]
     assert word in error["message"]
@@ -403,7 +405,7 @@ async def test_the_router_starts_before_its_nodes_and_serves_once_they_come(
     setup = await make_setup(decode=1)
     late = Address("127.0.0.1", unused_tcp_port)
     options = replace(setup.router.options, decode=(late,))
-    server = TestServer(make_app(Router(options)), host="127.0.0.1")
+    server = RouterServer(Router(options))
     await server.start_server()
     url = str(server.make_url("/v1/completions"))
     async with setup.client.post(url, json=BODY) as response:

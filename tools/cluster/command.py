@@ -44,6 +44,8 @@ def serve_command(spec: EngineSpec, engine_id: str) -> list[str]:
     command += ["--host", options.host, "--port", str(spec.port)]
     command += ["--dtype", options.dtype, "--max-model-len", str(options.max_model_len)]
     command += ["--tensor-parallel-size", str(spec.tensor_parallel)]
+    if role.data_parallel > 1:
+        command += ["--data-parallel-size", str(role.data_parallel)]
     command += ["--enable-prefix-caching" if role.prefix_caching else "--no-enable-prefix-caching"]
     if options.enforce_eager:
         command += ["--enforce-eager"]

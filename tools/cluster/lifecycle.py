@@ -79,7 +79,7 @@ def cluster(
                     tensor_parallel=tensor_parallel,
                     slot=slot,
                     port=ports.reserve(),
-                    side_channel_port=ports.reserve(),
+                    side_channel_port=ports.reserve(options.of(role).data_parallel),
                     scratch=scratch,
                     options=options,
                 ),

@@ -16,11 +16,13 @@ Device = Literal["cpu", "cuda"]
 class RoleOptions:
     """What the engines of one role have for themselves. ``None``: as in ClusterOptions.
 
+    ``data_parallel`` ranks stand behind one server, each with the next side-channel port.
     ``args`` are appended to the command line (the last one wins), ``env`` is laid over the
     environment, ``kv_connector_extra_config`` over the cluster's.
     """
 
     prefix_caching: bool = True
+    data_parallel: int = 1
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)

@@ -19,8 +19,8 @@ from tools.cluster.process import ManagedProcess
 from tools.cluster.readiness import Report, answers_health, to_stderr, wait_until_ready
 
 START_TIMEOUT_S = 60.0
-# Above the 10 s that the router itself gives the turns under way when it is asked to stop.
-GRACE_S = 15.0
+# What the router gives the turns under way when it is asked to stop, and more than that.
+DRAIN_S, GRACE_S = 10, 15.0
 _HOST = "127.0.0.1"
 
 
@@ -90,7 +90,13 @@ def router(
         port = ports.reserve()
         process = ManagedProcess(
             name,
-            router_command(python or Path(sys.executable), port, prefill, decode, args),
+            router_command(
+                python or Path(sys.executable),
+                port,
+                prefill,
+                decode,
+                ["--drain-timeout", str(DRAIN_S), *args],
+            ),
             log_folder.absolute() / f"{name}.log",
             env={**os.environ, **(env or {})},
             grace_s=GRACE_S,

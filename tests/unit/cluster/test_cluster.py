@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 
 import tools.cluster
-from tools.cluster import ClusterError, ClusterOptions, ProcessFailedError, RoleOptions, cluster
+from tools.cluster import (
+    ClusterError,
+    ClusterOptions,
+    PortReservations,
+    ProcessFailedError,
+    RoleOptions,
+    cluster,
+)
 from tools.cluster import guard as guard_module
 
 ROOT = Path(tools.cluster.__file__).parents[2]
@@ -60,6 +67,23 @@ def test_engines_serve_and_are_gone_afterwards(options: ClusterOptions, tmp_path
         "prefill-1.log",
     ]
     assert sum("ready after" in line for line in reports) == 3
+
+
+def test_each_data_parallel_rank_has_a_side_channel_port(
+    options: ClusterOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM takes the ports after the first one, which must be nobody else's."""
+    asked: list[int] = []
+
+    def reserve(ports: PortReservations, count: int = 1) -> int:
+        asked.append(count)
+        return reserve_really(ports, count)
+
+    reserve_really = PortReservations.reserve
+    monkeypatch.setattr(PortReservations, "reserve", reserve)
+    ranks = replace(options, decode=RoleOptions(data_parallel=3))
+    with cluster(options=ranks, log_folder=tmp_path, report=quiet):
+        assert asked == [1, 1, 1, 3]
 
 
 def test_dead_engine_is_reported_at_once(options: ClusterOptions, tmp_path: Path) -> None:

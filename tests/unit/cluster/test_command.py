@@ -115,3 +115,11 @@ def test_cuda_engine_sees_its_gpus_only() -> None:
     shared = spec(options, device="cuda", slot=Slot(gpus=(0,), sharers=2))
     assert float(value(serve_command(shared, "id"), "--gpu-memory-utilization")) < 0.5
     assert serve_environment(shared, {})["UCX_CUDA_IPC_ENABLE_GET_ZCOPY"] == "on"
+
+
+def test_data_parallel_ranks_stand_behind_one_server() -> None:
+    """Of the role that is told so; one rank is no option at all."""
+    options = ClusterOptions(decode=RoleOptions(data_parallel=2))
+    assert value(serve_command(spec(options), "d"), "--data-parallel-size") == "2"
+    prefill = serve_command(spec(options, role="prefill", name="prefill-0"), "p")
+    assert "--data-parallel-size" not in prefill

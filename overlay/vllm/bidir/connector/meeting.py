@@ -17,6 +17,7 @@ import numpy as np
 from vllm.bidir.connector import agents, layout
 from vllm.bidir.connector.nixl_config import configured, delay_us
 from vllm.bidir.connector.options import read_options
+from vllm.bidir.connector.ranks import UnlikePeerError
 from vllm.bidir.connector.rows import RowHandles, join_blocks, parts_of, row_of
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     NixlAgentMetadata,
@@ -41,6 +42,8 @@ Address = tuple[str, int]
 
 # So many peers may be silent at once before a handshake waits for another peer's.
 _HANDSHAKES = 64
+# Of so many ranks it is remembered that their blocks cannot be read.
+_UNLIKE = 4096
 
 
 class MeetingWorker(NixlPullConnectorWorker):
@@ -70,6 +73,10 @@ class MeetingWorker(NixlPullConnectorWorker):
         self._nixl_entry = threading.Lock()
         self._addresses: dict[str, Address] = {}
         self._agents: dict[str, dict[int, bytes]] = {}
+        # NIXL's names of ranks that are being met.
+        self._half_met: dict[str, list[str]] = {}
+        # Ranks, and the size of the engine that each was taken for.
+        self._unlike: set[tuple[bytes, int]] = set()
         # The agents that a handover names, until it is read.
         self._named: dict[str, tuple[bytes, ...]] = {}
 
@@ -131,6 +138,11 @@ class MeetingWorker(NixlPullConnectorWorker):
             self._agents.get(engine_id, {}), theirs
         )
 
+    def is_unlike(self, theirs: Sequence[bytes], tp_size: int) -> bool:
+        """Whether a handshake with one of these agents, of an engine of so many ranks, has shown
+        that its blocks cannot be read."""
+        return any((agent, tp_size) in self._unlike for agent in theirs)
+
     def forget(self, engine_id: str) -> bool:
         """Let it be met anew; False while something is still being read from it."""
         with self._handshake_lock:
@@ -161,9 +173,37 @@ class MeetingWorker(NixlPullConnectorWorker):
         self, host: str, port: int, remote_tp_size: int, expected_engine_id: str, *more: Any
     ) -> Any:
         """Runs in a thread of its own for each peer."""
-        found = super()._nixl_handshake(host, port, remote_tp_size, expected_engine_id, *more)
+        try:
+            found = super()._nixl_handshake(host, port, remote_tp_size, expected_engine_id, *more)
+        except Exception:
+            self._forget_half_met(expected_engine_id)
+            raise
+        self._half_met.pop(expected_engine_id, None)
         self._addresses[expected_engine_id] = (host, port)
         return found
+
+    def _forget_half_met(self, engine_id: str) -> None:
+        """What a handshake leaves that failed on its way.
+
+        The base keeps it, the size that it was tried with included, which may have come with a
+        request: each handshake with the right size would fail on it.
+        """
+        with self._nixl_entry:
+            for handle in self.dst_xfer_side_handles.pop(engine_id, {}).values():
+                self.nixl_wrapper.release_dlist_handle(handle)
+            self._rows.forget(engine_id)
+            for name in self._half_met.pop(engine_id, []):
+                self.nixl_wrapper.remove_remote_agent(name)
+            known: tuple[dict[str, Any], ...] = (
+                self.kv_caches_base_addr,
+                self.dst_num_blocks,
+                self.tp_mappings,
+                self._agents,
+            )
+            for by_engine in known:
+                by_engine.pop(engine_id, None)
+            assert self.transfer_topo is not None  # set with the caches, before any handshake
+            self.transfer_topo.unregister_remote_engine(engine_id)
 
     def add_remote_agent(
         self,
@@ -172,27 +212,50 @@ class MeetingWorker(NixlPullConnectorWorker):
         remote_tp_size: int = 1,
         remote_dcp_size: int = 1,
     ) -> str:
-        """ValueError for a peer whose blocks would be read into the wrong places."""
-        if nixl_agent_meta.block_size != self.block_size and current_platform.is_cpu():
-            # Its kernels keep the keys of a block in an order of their own. The base reads all the
-            # same, and answers wrong.
-            raise ValueError(
-                f"engine {nixl_agent_meta.engine_id} has blocks of {nixl_agent_meta.block_size} "
-                f"tokens, this one of {self.block_size}: on a CPU both need the same --block-size"
-            )
+        """UnlikePeerError for a peer whose blocks would be read into the wrong places."""
+        agent = agents.digest(nixl_agent_meta.agent_metadata)
         theirs = layout.as_ours(nixl_agent_meta, self.kv_cache_layout)
-        with self._nixl_entry:
-            name: str = super().add_remote_agent(
-                theirs, remote_tp_rank, remote_tp_size, remote_dcp_size
-            )
-            if (remote_tp_size, remote_dcp_size) == (self.world_size, 1):
-                self._meet_rows(theirs, remote_tp_rank, name)
-        met = self._agents.setdefault(theirs.engine_id, {})
-        met[remote_tp_rank] = agents.digest(theirs.agent_metadata)
+        try:
+            self._refuse_other_blocks(theirs)
+            with self._nixl_entry:
+                name: str = super().add_remote_agent(
+                    theirs, remote_tp_rank, remote_tp_size, remote_dcp_size
+                )
+                self._half_met.setdefault(theirs.engine_id, []).append(name)
+                if remote_dcp_size == 1:
+                    self._meet_rows(theirs, remote_tp_rank, name)
+        except (AssertionError, UnlikePeerError) as error:
+            if len(self._unlike) >= _UNLIKE:
+                self._unlike.clear()
+            self._unlike.add((agent, remote_tp_size))
+            raise UnlikePeerError(f"engine {theirs.engine_id}: {error}") from error
+        self._agents.setdefault(theirs.engine_id, {})[remote_tp_rank] = agent
         return name
 
+    def _validate_remote_agent_handshake(self, *arguments: Any) -> None:
+        """Layouts that do not pair are a RuntimeError in the base, as what NIXL may say is."""
+        try:
+            super()._validate_remote_agent_handshake(*arguments)
+        except RuntimeError as error:
+            raise UnlikePeerError(str(error)) from error
+
+    def _refuse_other_blocks(self, theirs: NixlAgentMetadata) -> None:
+        if theirs.block_size != self.block_size and current_platform.is_cpu():
+            # Its kernels keep the keys of a block in an order of their own. The base reads all the
+            # same, and answers wrong.
+            raise UnlikePeerError(
+                f"its blocks are of {theirs.block_size} tokens, those here of {self.block_size}: "
+                "on a CPU both need the same --block-size"
+            )
+
     def _meet_rows(self, theirs: NixlAgentMetadata, rank: int, agent: str) -> None:
-        if not self.is_alike(theirs.engine_id):
+        """Where a whole block of theirs is a whole block of ours: as many heads, and the same."""
+        plan = self.tp_mappings[theirs.engine_id]
+        if (
+            not self.is_alike(theirs.engine_id)
+            or rank not in plan.all_source_ranks
+            or plan.rank_offset_factor
+        ):
             return
         lengths = theirs.block_lens
         row = row_of(theirs.kv_caches_base_addr, lengths, theirs.block_strides)

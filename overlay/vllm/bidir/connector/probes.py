@@ -8,7 +8,7 @@ links.py for what follows from the rate.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
@@ -36,7 +36,7 @@ class Probes:
     def __init__(
         self,
         nixl: Any,
-        describe: Callable[[str, float], tuple[Descriptors, float] | None],
+        describe: Callable[[str, float], tuple[Sequence[Descriptors], float] | None],
         prepare: Callable[[], None],
         entry: AbstractContextManager[Any],
     ) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from vllm.bidir.connector.meeting import MeetingWorker
 from vllm.bidir.connector.posting import Descriptors, Post, Poster
 from vllm.bidir.connector.probes import Probes
+from vllm.bidir.connector.ranks import SourceRank
 from vllm.bidir.connector.rows import in_order
 from vllm.bidir.connector.touch import release
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpec
@@ -90,8 +91,11 @@ class ReadingWorker(MeetingWorker):
         self._probes.met(expected_engine_id, expected_engine_id in self._to_be_measured)
         return found
 
-    def _null_blocks(self, engine_id: str, megabytes: float) -> tuple[Descriptors, float] | None:
-        """Its null block into ours, as often as so many MB take; None where blocks do not pair.
+    def _null_blocks(
+        self, engine_id: str, megabytes: float
+    ) -> tuple[list[Descriptors], float] | None:
+        """Its null block into ours, from each rank that is read from, as often as so many MB take;
+        None where blocks do not pair.
 
         Nobody reads the null block: attention masks what a block table has it for.
         """
@@ -101,21 +105,13 @@ class ReadingWorker(MeetingWorker):
         if engine_id not in self.tp_mappings or not self.is_alike(engine_id):
             return None
         assert self.transfer_topo is not None  # set with the caches, before any handshake
-        remote = self.transfer_topo.get_engine_info(engine_id)
-        ranks = self.tp_mappings[engine_id].all_source_ranks
-        if (remote.remote_tp_size, remote.remote_dcp_size) != (self.world_size, 1):
+        if self.transfer_topo.get_engine_info(engine_id).remote_dcp_size != 1:
             return None
         each = self._block_megabytes()
         count = min(max(1, round(megabytes / each)), _MOST_NULL_BLOCKS)
         null = [np.zeros(count, dtype=np.int32)]
-        read = self._descriptors(
-            engine_id,
-            ranks[0],
-            (null, null),
-            self.src_xfer_handles_by_block_size[remote.remote_block_size],
-            self.dst_xfer_side_handles[engine_id][ranks[0]],
-        )
-        return None if read is None else (read, count * each)
+        reads = self._from_each_rank(engine_id, (null, null))
+        return None if reads is None else ([read for _, read in reads], count * each)
 
     def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
         self._probes.forget(engine_id)
@@ -230,6 +226,35 @@ class ReadingWorker(MeetingWorker):
     ############################################################
     # Both directions
     ############################################################
+
+    def _source_ranks(self, engine_id: str) -> list[SourceRank]:
+        """The ranks of a peer that this one reads from, as the base maps them."""
+        assert self.transfer_topo is not None  # set with the caches, before any handshake
+        remote = self.transfer_topo.get_engine_info(engine_id)
+        plan = self.tp_mappings[engine_id]
+        ratio = self.transfer_topo.tp_ratio(remote.remote_tp_size)
+        ranks = plan.all_source_ranks
+        if self._needs_split_local_xfer_handles(ratio, plan):
+            places = self.src_xfer_handles_by_tp_ratio[ratio, remote.remote_block_size]
+        else:
+            whole = self.src_xfer_handles_by_block_size[remote.remote_block_size]
+            places = [whole] * len(ranks)
+        theirs = self.dst_xfer_side_handles[engine_id]
+        return [
+            SourceRank(rank, place, theirs[rank]) for rank, place in zip(ranks, places, strict=True)
+        ]
+
+    def _from_each_rank(self, engine_id: str, pairs: Pairs) -> list[tuple[int, Descriptors]] | None:
+        """What NIXL is to read for these pairs of blocks from which rank; None as for one."""
+        found = []
+        for source in self._source_ranks(engine_id):
+            read = self._descriptors(
+                engine_id, source.rank, pairs, source.local_handle, source.remote_handle
+            )
+            if read is None:
+                return None
+            found.append((source.rank, read))
+        return found
 
     def _descriptors(
         self,

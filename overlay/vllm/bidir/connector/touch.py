@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -116,37 +116,38 @@ class Rate:
 def touch(
     nixl: Any,
     engine_id: str,
-    read: Descriptors,
+    reads: Sequence[Descriptors],
     unfinished: Unfinished,
     timeout_s: float,
     entry: AbstractContextManager[Any] = _NO_ENTRY,
 ) -> bool:
-    """Read once, and wait until it is done; False if it failed or takes longer than `timeout_s`.
+    """Read once, from all ranks together, and wait until it is done; False if it failed or takes
+    longer than `timeout_s`.
 
     `entry` is held while NIXL takes it over, and opens the way: who would have the agent for
     itself meanwhile, to add a peer, had everybody else wait who asks after a transfer.
 
     Opening the mapping of GPU memory of another process takes about a second, in the first READ.
-    `read` must go into memory that nobody looks at: it is overwritten, at times long after.
+    `reads` must go into memory that nobody looks at: it is overwritten, at times long after.
     """
     with _reading(engine_id, unfinished):
-        ran = _run(nixl, engine_id, read, unfinished, timeout_s, entry)
+        ran = _run(nixl, engine_id, reads, unfinished, timeout_s, entry)
     return ran is not None and ran.done
 
 
 def measure(
     nixl: Any,
     engine_id: str,
-    sized: Callable[[float], tuple[Descriptors, float] | None],
+    sized: Callable[[float], tuple[Sequence[Descriptors], float] | None],
     unfinished: Unfinished,
     timeout_s: float,
 ) -> Rate | None:
     """How fast it comes: READs of growing size, until one is long enough to be timed.
 
-    `sized` says what to read for about so many MB (10^6 bytes), and how many they really are. The
-    time counts from before NIXL is told, since a link that is emulated may do its work in there.
-    `timeout_s` is of each READ. None if NIXL failed, if the worker shuts down, or if there is
-    nothing to read.
+    `sized` says what to read for about so many MB (10^6 bytes), from all ranks together, and how
+    many they really are. The time counts from before NIXL is told, since a link that is emulated
+    may do its work in there. `timeout_s` is of each READ. None if NIXL failed, if the worker shuts
+    down, or if there is nothing to read.
     """
     best, wanted = 0.0, FIRST_MB
     with _reading(engine_id, unfinished):
@@ -154,9 +155,9 @@ def measure(
             found = sized(wanted)
             if found is None:
                 return None
-            read, megabytes = found
+            reads, megabytes = found
             for _ in range(READS):
-                ran = _run(nixl, engine_id, read, unfinished, timeout_s)
+                ran = _run(nixl, engine_id, reads, unfinished, timeout_s)
                 if ran is None or unfinished.closed:
                     return None
                 if not ran.done:
@@ -192,42 +193,81 @@ def _reading(engine_id: str, unfinished: Unfinished) -> Iterator[None]:
         unfinished.leave(engine_id)
 
 
+class _Together:
+    """READs that begin together. `running`: those that NIXL is still at."""
+
+    def __init__(self, nixl: Any) -> None:
+        self._nixl = nixl
+        self._handles: list[Any] = []
+        self.running: list[Any] = []
+        self.failed = False
+
+    def make(self, reads: Sequence[Descriptors]) -> None:
+        for read in reads:
+            handle = self._nixl.make_prepped_xfer(
+                "READ", read.local_handle, read.local_ids, read.remote_handle, read.remote_ids
+            )
+            self._handles.append(handle)
+
+    def begin(self) -> None:
+        for handle in self._handles:
+            self._note(handle, self._nixl.transfer(handle))
+
+    def look(self) -> None:
+        """Ask NIXL which have ended. It raises for one that has failed: that has ended, too."""
+        for handle in list(self.running):
+            self.running.remove(handle)
+            self._note(handle, self._nixl.check_xfer_state(handle))
+
+    def _note(self, handle: Any, state: str) -> None:
+        if state == "PROC":
+            self.running.append(handle)
+        elif state != "DONE":
+            self.failed = True
+
+    def leave(self, engine_id: str, unfinished: Unfinished) -> None:
+        for handle in self._handles:
+            if handle in self.running:
+                unfinished.add(engine_id, handle)
+            else:
+                release(self._nixl, handle)
+
+
 def _run(
     nixl: Any,
     engine_id: str,
-    read: Descriptors,
+    reads: Sequence[Descriptors],
     unfinished: Unfinished,
     timeout_s: float,
     entry: AbstractContextManager[Any] = _NO_ENTRY,
 ) -> _Ran | None:
-    """One READ; None if it failed, or was not begun because the worker shuts down."""
+    """READs from all ranks at once; None if one failed, or if none was begun because the worker
+    shuts down."""
     if unfinished.closed:
         return None
-    handle = None
+    together = _Together(nixl)
     try:
         with entry:
-            handle = nixl.make_prepped_xfer(
-                "READ", read.local_handle, read.local_ids, read.remote_handle, read.remote_ids
-            )
+            together.make(reads)
             began = seen = time.monotonic()
-            state = nixl.transfer(handle)
-        while state == "PROC":
+            together.begin()
+        while together.running:
             # Before the look: a transfer that is seen running has run until now at the least.
             looked = time.monotonic()
-            state = nixl.check_xfer_state(handle)
-            if state != "PROC":
+            together.look()
+            if not together.running:
                 break
             seen = looked
             if unfinished.closed or seen - began > timeout_s:
-                unfinished.add(engine_id, handle)
-                return _Ran(False, seen - began, seen - began)
+                return None if together.failed else _Ran(False, seen - began, seen - began)
             time.sleep(POLL_S)
         ended = time.monotonic()
     except Exception as error:
         logger.info("engine %s cannot be read from to see how fast: %s", engine_id, error)
-        state = "ERR"
-    release(nixl, handle)
-    return _Ran(True, seen - began, ended - began) if state == "DONE" else None
+        return None
+    finally:
+        together.leave(engine_id, unfinished)
+    return None if together.failed else _Ran(True, seen - began, ended - began)
 
 
 def release(nixl: Any, handle: Any) -> None:

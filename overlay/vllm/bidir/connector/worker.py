@@ -25,6 +25,7 @@ from vllm.bidir.connector.outcome import Outcome, WorkerReport
 from vllm.bidir.connector.pace import Pace
 from vllm.bidir.connector.peer import Asked
 from vllm.bidir.connector.questions import Questions, drain
+from vllm.bidir.connector.ranks import size_obstacle
 from vllm.bidir.connector.read_back import ReadBack
 from vllm.bidir.connector.reading import ReadingWorker
 from vllm.bidir.connector.rows import in_order
@@ -36,7 +37,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     RemoteMeta,
     ReqMeta,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpec
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ class _Read:
     state: _State = _State.ASKING
     epoch: int = 0
     agents: tuple[bytes, ...] = ()
+    tp_size: int = 0
     hold_s: float = 0.0
     posted: float = 0.0
     megabytes: float = 0.0
@@ -162,12 +163,11 @@ class BidirWorker(ReadingWorker):
             local_physical_block_ids=self._logical_to_kernel_block_ids(
                 local, self._physical_blocks_per_logical_kv_block
             ),
-            # Sizes are D's to say, too; one that answers HOLD has neither context nor pipeline
-            # parallelism, whatever the params claim.
-            tp_size=self.world_size,
+            # Which blocks, of how many ranks, is D's to say in its answer to HOLD. One that answers
+            # has neither context nor pipeline parallelism, whatever the params claim.
+            tp_size=0,
             dcp_size=1,
             pp_size=1,
-            # Which blocks is D's to say, in its answer to HOLD.
             remote=RemoteMeta(
                 block_ids=([],),
                 host=source.host,
@@ -203,7 +203,7 @@ class BidirWorker(ReadingWorker):
                 )
             self._lose(request_id, reason)
             return
-        read.epoch, read.agents = answer.epoch, tuple(answer.agents)
+        read.epoch, read.agents, read.tp_size = answer.epoch, tuple(answer.agents), answer.tp_size
         blocks = answer.block_ids[order.remote_positions]
         if (
             answer.digest != order.digest
@@ -214,13 +214,16 @@ class BidirWorker(ReadingWorker):
             # Another turn's lease, or params that were put together from several.
             self._lose(request_id, Reason.HOLD_LOST)
             return
-        if answer.tp_size != self.world_size:
-            # Params may lie about the size, and several reads for one request are not ours yet.
+        assert self.transfer_topo is not None  # set with the caches, before any request
+        obstacle = size_obstacle(self.transfer_topo, answer.tp_size)
+        if obstacle is not None or self.is_unlike(answer.agents, answer.tp_size):
+            if obstacle is not None:
+                logger.info("read-back req=%s: %s", request_id, obstacle)
             self._lose(request_id, Reason.UNSUPPORTED)
             return
         meta = self._recving_metadata[request_id]
         assert meta.remote is not None  # as ordered
-        meta.remote.block_ids = (blocks,)
+        meta.remote.block_ids, meta.tp_size = (blocks,), answer.tp_size
         self._meet(request_id, read, meta)
 
     ############################################################
@@ -264,7 +267,9 @@ class BidirWorker(ReadingWorker):
     def _handshake_ended(self, request_id: str, succeeded: bool) -> None:
         read = self._reads[request_id]
         engine_id = read.order.source.engine_id
-        if not succeeded or not self._is_same(engine_id, read):
+        if not succeeded and self.is_unlike(read.agents, read.tp_size):
+            self._lose(request_id, Reason.UNSUPPORTED)
+        elif not succeeded or not self._is_same(engine_id, read):
             # A handshake that was under way may have been with another process of that id.
             self._lose(request_id, Reason.PEER_GONE)
         elif self._is_too_slow(read):
@@ -278,7 +283,7 @@ class BidirWorker(ReadingWorker):
             if self._probes.links.rate(engine_id) is None:
                 # It was met by a handover, which does not ask how fast it is.
                 self._suspect(engine_id)
-            self._read_blocks_for_req(request_id, self._recving_metadata[request_id])
+            self._read(request_id)
 
     def _meets_aside(self, order: ReadBack) -> bool:
         """Whether a prompt is computed rather than waiting until its peer has been met.
@@ -326,7 +331,7 @@ class BidirWorker(ReadingWorker):
         # It may have been met by a handover whose params lied about its size.
         assert self.transfer_topo is not None  # set with the caches, before any request
         met_as: int = self.transfer_topo.get_engine_info(engine_id).remote_tp_size
-        return met_as == self.world_size
+        return met_as == read.tp_size
 
     def busy_engines(self) -> set[str]:
         reading = (_State.READING, _State.CONFIRMING)
@@ -344,58 +349,42 @@ class BidirWorker(ReadingWorker):
     # READ
     ############################################################
 
-    def _read_blocks(
-        self,
-        read_spec: ReadSpec,
-        dst_engine_id: str,
-        request_id: str,
-        remote_request_id: str,
-        local_xfer_side_handle: int,
-        remote_xfer_side_handle: int,
-        expected_consumers: int,
-    ) -> None:
-        read = self._reads.get(request_id)
-        if read is None:
-            super()._read_blocks(
-                read_spec,
-                dst_engine_id,
-                request_id,
-                remote_request_id,
-                local_xfer_side_handle,
-                remote_xfer_side_handle,
-                expected_consumers,
-            )
-            return
+    def _read(self, request_id: str) -> None:
+        """Post what D holds, from each of its ranks that has a part of it, or lose it."""
+        read, meta = self._reads[request_id], self._recving_metadata[request_id]
         assert self.transfer_topo is not None  # set with the caches, before any request
-        remote = self.transfer_topo.get_engine_info(dst_engine_id)
-        remote_blocks = self.dst_num_blocks[dst_engine_id]
+        assert meta.remote is not None  # as ordered
+        engine_id = meta.remote.engine_id
+        self._engine_last_active[engine_id] = time.perf_counter()
+        remote = self.transfer_topo.get_engine_info(engine_id)
         if self.transfer_topo.block_size_ratio(remote.remote_block_size) != 1:
             self._lose(request_id, Reason.BLOCK_SIZE)
             return
-        if any(not 0 <= k < remote_blocks for group in read_spec.remote_block_ids for k in group):
+        theirs = self._logical_to_kernel_block_ids(
+            meta.remote.block_ids, remote.remote_physical_blocks_per_logical
+        )
+        blocks = self.dst_num_blocks[engine_id]
+        if any(not 0 <= k < blocks for group in theirs for k in group):
             self._lose(request_id, Reason.HOLD_LOST)
             return
         try:
-            pairs = in_order(read_spec.local_block_ids, read_spec.remote_block_ids)
+            pairs = in_order(meta.local_physical_block_ids, theirs)
         except ValueError:
             self._lose(request_id, Reason.UNSUPPORTED)
             return
         # No notification: a finished read ends nothing on D, where siblings may read too.
-        descriptors = self._descriptors(
-            dst_engine_id,
-            read_spec.remote_rank,
-            pairs,
-            local_xfer_side_handle,
-            remote_xfer_side_handle,
-        )
-        if descriptors is None:
+        parts = self._from_each_rank(engine_id, pairs)
+        if parts is None:
             self._lose(request_id, Reason.UNSUPPORTED)
             return
         read.megabytes = self._megabytes(read.order)
         read.posted = time.monotonic()
-        read.deadline = read.posted + self._pace.bound(dst_engine_id, read.megabytes)
+        read.deadline = read.posted + self._pace.bound(engine_id, read.megabytes)
         read.state = _State.READING
-        self._post(request_id, dst_engine_id, read_spec.remote_rank, descriptors)
+        self._recving_transfers.setdefault(request_id, [])
+        for rank, part in parts:
+            if read.state is _State.READING:
+                self._post(request_id, engine_id, rank, part)
 
     ############################################################
     # CONFIRM
@@ -414,6 +403,9 @@ class BidirWorker(ReadingWorker):
             transfers.update(one)
             if request_id in self._reads and request_id in done:
                 self._reads[request_id].engine_s += time.perf_counter() - began
+        for request_id in [name for name in transfers if self._is(name, _State.LOST)]:
+            # A part of it has failed: nobody waits for the rest.
+            self._give_up(request_id, transfers.pop(request_id))
         for request_id in list(done):
             if self._is(request_id, _State.READING):
                 done.discard(request_id)
@@ -494,11 +486,8 @@ class BidirWorker(ReadingWorker):
             # While it was being asked the peer may not even have been reached yet.
             self._questions.not_heard((read.order.source.host, read.order.source.port))
         if read.state is _State.READING:
-            # What NIXL has begun cannot be stopped; the blocks stay its own until it has ended.
-            handles = [*self._recving_transfers.pop(request_id), *self._poster.give_up(request_id)]
-            self._given_up.add(request_id, read.order.source.engine_id, handles)
+            self._give_up(request_id, self._recving_transfers.pop(request_id))
             self._suspect(read.order.source.engine_id)
-            self._count_writer(request_id, 1)
             logger.warning(
                 "read-back req=%s: %.1f MB have not arrived within %.1f s; the READ is given up",
                 request_id,
@@ -506,6 +495,13 @@ class BidirWorker(ReadingWorker):
                 time.monotonic() - read.posted,
             )
         self._lose(request_id, Reason.TIMEOUT)
+
+    def _give_up(self, request_id: str, handles: list[Any]) -> None:
+        """What NIXL has begun cannot be stopped; the blocks stay its own until it has ended."""
+        engine_id = self._reads[request_id].order.source.engine_id
+        posts = self._poster.give_up(request_id)
+        self._given_up.add(request_id, engine_id, [*handles, *posts])
+        self._count_writer(request_id, 1)
 
     def _count_writer(self, request_id: str, change: int) -> None:
         writers = self._report.writers

@@ -17,6 +17,9 @@ Which nodes there are `discovery` knows, by flags, a file or DNS; how they are, 
 `turn` strings them together, `app` is the HTTP server around it, `cli` the command,
 `runtime` what the process runs on.
 `metrics` counts and times, `progress` each turn; `last_errors` and `last_minutes` are for people.
+`status` is what they show, as JSON or on a page (`status_page`, `status_style`).
+With `--otlp-traces-endpoint` (`trace_options`) it tells its `spans`, which `turn_spans` makes and
+`tracing` sends.
 `access` says who may ask, `headers` what crosses, `side_calls` serves what is no turn, `reuse`
 tells the client.
 It carries metadata only; KV moves between the nodes. It imports nothing of the engine.

@@ -9,29 +9,29 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 from vllm.bidir.router.errors import ClientError
+from vllm.bidir.router.keys import Keys
 from vllm.bidir.router.security import Security
 
 TENANT_HEADER = "X-Tenant-ID"
 _MAX_TENANT = 512
-# What probes and scrapers ask, which carry no key.
-_OPEN = frozenset(("/health", "/ready", "/metrics", "/version"))
+# What probes, scrapers and browsers ask, which carry no key.
+_OPEN = frozenset(("/", "/status", "/health", "/ready", "/metrics", "/version"))
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Access:
-    """The rules of one router. `engine_key` is what engines ask for, None if they do not."""
+    """The rules of one router, for keys that may change."""
 
-    def __init__(self, security: Security, engine_key: str | None) -> None:
-        self._keys = security.client_keys
+    def __init__(self, security: Security, keys: Keys) -> None:
+        self._keys = keys
         self._tenant_header = security.tenant_header
-        self._replaces = security.replaces_authorization(engine_key)
-        self._engine = None if engine_key is None else f"Bearer {engine_key}"
+        self._replaces = security.replaces_authorization(keys.engine)
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse with 401 what carries none of the clients' keys, if there are any."""
-        if self._keys and request.path not in _OPEN and not self._has_key(request.headers):
+        if self._keys.clients and request.path not in _OPEN and not self._has_key(request.headers):
             raise ClientError(401, "Give an API key: `Authorization: Bearer KEY` or `X-API-Key`.")
         return await handler(request)
 
@@ -48,7 +48,7 @@ class Access:
 
     def authorization(self, headers: Mapping[str, str]) -> str | None:
         """The Authorization header that engines get for a client's request."""
-        return self._engine if self._replaces else _credentials(headers)
+        return bearer(self._keys.engine) if self._replaces else _credentials(headers)
 
     def _has_key(self, headers: Mapping[str, str]) -> bool:
         scheme, _, key = (_credentials(headers) or "").partition(" ")
@@ -56,10 +56,15 @@ class Access:
             return False
         given = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         found = False
-        for known in self._keys:
+        for known in self._keys.clients:
             # All of them, so that time tells nothing.
             found |= hmac.compare_digest(given, known)
         return found
+
+
+def bearer(key: str | None) -> str | None:
+    """An Authorization header with this key."""
+    return None if key is None else f"Bearer {key}"
 
 
 def _credentials(headers: Mapping[str, str]) -> str | None:

@@ -7,21 +7,24 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from importlib import metadata
 
 import aiohttp
+import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from vllm.bidir.router import policies
+from vllm.bidir.router import policies, status_page, trace_options
 from vllm.bidir.router.access import Access
 from vllm.bidir.router.checks import HealthChecks
 from vllm.bidir.router.conversations import Conversations, conversation_key
 from vllm.bidir.router.discovery import Discovery, NodeList
+from vllm.bidir.router.draining import Draining
 from vllm.bidir.router.errors import ClientError
 from vllm.bidir.router.headers import REQUEST_ID, request_id
 from vllm.bidir.router.heartbeat import Heartbeat
-from vllm.bidir.router.http_log import HttpLog
 from vllm.bidir.router.identity import Identities
+from vllm.bidir.router.key_rotation import KeyRotation
+from vllm.bidir.router.keys import Keys
 from vllm.bidir.router.leases import Ended, Leases
 from vllm.bidir.router.legs import Legs
 from vllm.bidir.router.metrics import Metrics
@@ -33,6 +36,7 @@ from vllm.bidir.router.responses import Responses
 from vllm.bidir.router.side_calls import GET, POST, SideCalls
 from vllm.bidir.router.side_channels import SideChannels
 from vllm.bidir.router.sockets import node_socket
+from vllm.bidir.router.status import Sources, version
 from vllm.bidir.router.turn import Turns
 
 logger = logging.getLogger("vllm_bidir_router")
@@ -50,7 +54,9 @@ class Router:
     def __init__(self, options: RouterOptions) -> None:
         self.options = options
         self.metrics = Metrics()
-        self.access = Access(options.security, options.engine_api_key)
+        self.draining = Draining(options.drain_delay, options.drain_timeout, self.metrics)
+        self.keys = Keys(options.security.client_keys, options.engine_api_key)
+        self.access = Access(options.security, self.keys)
         nodes = options.nodes
         self.prefill = Pool(
             "prefill",
@@ -89,6 +95,14 @@ class Router:
         self.responses = Responses(options.security.max_stored_responses, options.max_body)
         self.metrics.leases.set_function(lambda: len(self.leases))
         self.metrics.conversations.set_function(lambda: len(self.conversations))
+        self._sources = Sources(
+            (self.prefill, self.decode),
+            self.conversations,
+            self.leases,
+            self.metrics,
+            time.monotonic(),
+        )
+        self.tracing = trace_options.start(options.otlp_traces_endpoint, version())
         self._legs: Legs | None = None
         self._turns: Turns | None = None
 
@@ -127,20 +141,28 @@ class Router:
                 self.conversations,
                 self.leases,
                 self.metrics,
-                self.options.engine_api_key,
+                self.keys,
             )
             self.decode.watch(heartbeat)
             await self.discovery.start()
             checks = HealthChecks(
                 self._legs, (self.prefill, self.decode), self.options.nodes.health_interval
             )
-            runs = (self.discovery.run, checks.run, heartbeat.run)
+            rotation = KeyRotation(
+                self.keys,
+                self.options.security.client_key_file,
+                self.options.engine_api_key_file,
+                self.metrics,
+            )
+            runs = (self.discovery.run, checks.run, heartbeat.run, rotation.run)
             tasks = [asyncio.create_task(run()) for run in runs]
             yield
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await heartbeat.say_goodbye()
+            if self.tracing is not None:
+                await self.tracing.close()
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
         assert self._turns is not None  # set before the server listens
@@ -160,7 +182,7 @@ class Router:
         return web.json_response({"object": "conversation", "lines": lines})
 
     async def show_version(self, http: web.Request) -> web.StreamResponse:
-        return web.json_response({"version": _version()})
+        return web.json_response({"version": version()})
 
     async def end_conversation(self, http: web.Request) -> web.StreamResponse:
         """Forget a conversation of this tenant and give its lease back."""
@@ -175,6 +197,8 @@ class Router:
 
     async def ready(self, http: web.Request) -> web.StreamResponse:
         """Whether a turn can be served: D serve alone, P do not."""
+        if self.draining.begun:
+            raise ClientError(503, "The router is shutting down.")
         known = bool(self.options.nodes.health_interval)
         up = {
             pool.role: sum(bool(node.health.up) or not known for node in pool.usable())
@@ -183,6 +207,18 @@ class Router:
         if not up["decode"]:
             raise ClientError(503, "No decode node is up. Try again later.")
         return web.Response(text=f"up: {up['prefill']} prefill, {up['decode']} decode\n")
+
+    async def show_status(self, http: web.Request) -> web.StreamResponse:
+        data = msgspec.json.encode(self._sources.status())
+        return web.Response(body=data, content_type="application/json")
+
+    async def show_page(self, http: web.Request) -> web.StreamResponse:
+        return web.Response(
+            body=status_page.page(self._sources.status()),
+            content_type="text/html",
+            charset="utf-8",
+            headers=status_page.headers(),
+        )
 
     async def count(self, http: web.Request, response: web.StreamResponse) -> None:
         """An answer is about to be sent."""
@@ -208,7 +244,9 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
         error = ClientError(404, f"Unknown path {request.path[:200]}.")
     except web.HTTPMethodNotAllowed as refusal:
         allowed = ", ".join(sorted(refusal.allowed_methods))
-        error = ClientError(405, f"Use {allowed} for {request.path[:200]}.")
+        error = ClientError(
+            405, f"Use {allowed} for {request.path[:200]}.", headers={"Allow": allowed}
+        )
     except web.RequestPayloadError:
         error = ClientError(400, "The body is not what its headers say.")
     except web.HTTPException:
@@ -224,37 +262,28 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
     return response
 
 
-def _version() -> str:
-    """The release of the wheel that the router is a part of."""
-    try:
-        return metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        return "unknown"
-
-
 def make_app(router: Router) -> web.Application:
     """The aiohttp application of a router."""
+    traced: list[Middleware] = [] if router.tracing is None else [router.tracing.trace]
     app = web.Application(
-        middlewares=[openai_errors, router.access.guard],
+        middlewares=[*traced, openai_errors, router.access.guard],
         client_max_size=router.options.max_body,
-        handler_args={
-            "logger": HttpLog(logger),
-            "max_field_size": router.options.security.max_header,
-            "max_line_size": router.options.security.max_header,
-        },
     )
     app.cleanup_ctx.append(router.lifespan)
     app.on_response_prepare.append(router.count)
+    generate, side_call = map(router.draining.admit, (router.generate, router.side_call))
     for path in APIS:
-        app.router.add_post(path, router.generate)
+        app.router.add_post(path, generate)
     for path in GET:
-        app.router.add_get(path, router.side_call)
+        app.router.add_get(path, side_call)
     for path in POST:
-        app.router.add_post(path, router.side_call)
+        app.router.add_post(path, side_call)
     # An id may hold a slash.
     app.router.add_delete("/conversations/{id:.+}", router.end_conversation)
     app.router.add_get("/conversations/{id:.+}", router.show_conversation)
     app.router.add_get("/version", router.show_version)
+    app.router.add_get("/", router.show_page)
+    app.router.add_get("/status", router.show_status)
     app.router.add_get("/health", router.health)
     app.router.add_get("/ready", router.ready)
     app.router.add_get("/metrics", router.show_metrics)

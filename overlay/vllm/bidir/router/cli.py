@@ -7,16 +7,18 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from aiohttp import web
-from vllm.bidir.router.app import Router, make_app
+from vllm.bidir.router.app import Router
 from vllm.bidir.router.options import RouterOptions, parse
-from vllm.bidir.router.runtime import calm_garbage_collector, new_event_loop
+from vllm.bidir.router.runtime import calm_garbage_collector, run
+from vllm.bidir.router.server import serve
+from vllm.bidir.router.trace_options import TracingError
 
 logger = logging.getLogger("vllm_bidir_router")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGINT or SIGTERM; exit 1 if the port cannot be had."""
+    """Serve until SIGINT or SIGTERM, and 0 then; exit 1 if the port cannot be had, or traces not be
+    made."""
     options = parse(argv)
     logging.basicConfig(
         stream=sys.stderr,
@@ -26,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         _serve(options)
+    except TracingError as error:
+        logger.error("%s", error)
+        return 1
     except OSError as error:
         logger.error(
             "cannot listen on %s:%d: %s; choose another with --host or --port",
@@ -46,15 +51,4 @@ def _serve(options: RouterOptions) -> None:
         ", ".join(map(str, options.decode)) or "none",
     )
     calm_garbage_collector()
-    # handler_cancellation: a client that goes away ends both legs.
-    web.run_app(
-        make_app(Router(options)),
-        host=options.host,
-        port=options.port,
-        print=None,
-        access_log=None,
-        handler_cancellation=True,
-        shutdown_timeout=10.0,
-        ssl_context=options.security.server_context(),
-        loop=new_event_loop(),
-    )
+    run(serve(Router(options)))

@@ -19,12 +19,12 @@ from typing import Any
 
 import yaml
 from vllm.bidir.router.address import Address, parse_address
+from vllm.bidir.router.followed import LOOK_S, FollowedFile
 from vllm.bidir.router.metrics import Metrics
 from vllm.bidir.router.pool import Pool
 
 logger = logging.getLogger("vllm_bidir_router")
 
-LOOK_S = 1.0
 _ROLES = ("prefill", "decode")
 _MOST_BYTES = 1 << 20
 _RESOLVE_S = 5.0
@@ -108,12 +108,10 @@ class Discovery:
         metrics: Metrics,
     ) -> None:
         self._wanted = wanted
-        self._file = file
+        self._file = None if file is None else FollowedFile(file)
         self._dns_interval_s = dns_interval_s
         self._pools = {"prefill": prefill, "decode": decode}
         self._metrics = metrics
-        self._seen: Any = None
-        self._read: Any = None
         self._resolved: dict[Address, tuple[Address, ...]] = {}
         self._silent: set[Address] = set()
         self._next_dns = 0.0
@@ -127,7 +125,11 @@ class Discovery:
         """Follow the file and the names until cancelled; after `start`."""
         while True:
             await asyncio.sleep(LOOK_S)
-            changed = self._file is not None and await self._look_at_file(self._file)
+            changed = (
+                self._file is not None
+                and await self._file.has_changed()
+                and await self._read_again(self._file.path)
+            )
             now = time.monotonic()
             due = now >= self._next_dns
             names = [name for name in self._names() if due or name not in self._resolved]
@@ -151,19 +153,8 @@ class Discovery:
                 for node in (self._resolved.get(address, ()) if address.many else (address,))
             )
 
-    async def _look_at_file(self, path: Path) -> bool:
-        """Read the file if it has changed and stands still; whether there is a new list."""
-        try:
-            about = await asyncio.to_thread(path.stat)
-        except OSError:
-            # Between two versions of itself; a list that is not there takes no node away.
-            return False
-        seen = (about.st_mtime_ns, about.st_size, about.st_ino)
-        if seen == self._read or seen != self._seen:
-            # Half of a list is a list too: it must look the same twice.
-            self._seen = seen
-            return False
-        self._read = seen
+    async def _read_again(self, path: Path) -> bool:
+        """Read the file, which has changed; whether there is a new list."""
         try:
             self._wanted = await asyncio.to_thread(read_node_list, path)
         except ValueError as error:

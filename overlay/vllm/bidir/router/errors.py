@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 from aiohttp import web
 
-_HEADERS = {
+_HEADERS: dict[int, dict[str, str]] = {
     401: {"WWW-Authenticate": "Bearer"},
     429: {"Retry-After": "1"},
     503: {"Retry-After": "1"},
@@ -24,20 +26,26 @@ _ANTHROPIC = {
 class ClientError(Exception):
     """The router answers `status` with this message instead of serving the request."""
 
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
+        self.headers = headers or _HEADERS.get(status)
 
     def response(self, path: str = "") -> web.Response:
         """The answer to a request for `path`."""
-        headers = _HEADERS.get(self.status)
         return web.Response(
             status=self.status,
             body=error_body(self.status, self.message, self.param, path),
             content_type="application/json",
-            headers=headers,
+            headers=self.headers,
         )
 
 

@@ -17,7 +17,9 @@ import time
 from collections.abc import Iterator
 
 import msgspec
+from vllm.bidir.router.access import bearer
 from vllm.bidir.router.conversations import Conversations
+from vllm.bidir.router.keys import Keys
 from vllm.bidir.router.leases import Leases, NodeLeases
 from vllm.bidir.router.legs import Legs, Unreachable
 from vllm.bidir.router.metrics import Metrics
@@ -52,7 +54,7 @@ class _CallError(Exception):
 
 
 class Heartbeat:
-    """The lease calls of one router to its decode nodes. `api_key`: the nodes', None without."""
+    """The lease calls of one router to its decode nodes. `keys` has the nodes'."""
 
     def __init__(
         self,
@@ -60,15 +62,13 @@ class Heartbeat:
         conversations: Conversations,
         leases: Leases,
         metrics: Metrics,
-        api_key: str | None,
+        keys: Keys,
     ) -> None:
         self._legs = legs
         self._conversations = conversations
         self._leases = leases
         self._metrics = metrics
-        self._headers = {"Content-Type": "application/json"}
-        if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._keys = keys
         self._silent: set[str] = set()
         self._nodes: dict[str, Node] = {}
         self._changed = asyncio.Event()
@@ -200,8 +200,12 @@ class Heartbeat:
     async def _call(self, node: Node, word: str, ids: list[str], timeout: float) -> _Answer:
         body = msgspec.json.encode({"lease_ids": ids})
         path = f"/v1/kv_leases/{word}"
+        headers = {"Content-Type": "application/json"}
+        authorization = bearer(self._keys.engine)
+        if authorization is not None:
+            headers["Authorization"] = authorization
         try:
-            answer = await self._legs.post(node, path, body, self._headers, timeout)
+            answer = await self._legs.post(node, path, body, headers, timeout)
             if answer.status != 200:
                 raise _CallError(str(answer.status))
             return _ANSWER.decode(answer.body)

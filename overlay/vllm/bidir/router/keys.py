@@ -5,26 +5,62 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
-def read_keys(
-    made: argparse.ArgumentParser, flag: str, path: Path | None, variable: str
-) -> tuple[str, str] | None:
-    """Where keys were given, for messages, and the text there; None if they were not.
+@dataclass
+class Keys:
+    """The keys of one router as they are now, for all who check or show them.
 
-    argparse ends the process on a file that cannot be read (exit 2).
+    `clients` are SHA-256 digests; none: everybody may. `engine` is None if engines ask for no key.
     """
-    if path is None:
-        text = os.environ.get(variable, "")
-        return (variable, text) if text else None
-    source = f"{flag} {path}"
+
+    clients: frozenset[bytes] = field(repr=False)
+    engine: str | None = field(repr=False)
+
+
+def given_keys(
+    made: argparse.ArgumentParser,
+    flag: str,
+    path: Path | None,
+    variable: str,
+    parse: Callable[[str], T],
+) -> T | None:
+    """What `parse` makes of the file or the environment; None if no keys were given.
+
+    argparse ends the process on a file that is of no use (exit 2).
+    """
+    source = variable if path is None else f"{flag} {path}"
     try:
-        return source, path.read_text("utf-8")
+        if path is not None:
+            return parse(read_key_file(path))
+        text = os.environ.get(variable, "")
+        return parse(text) if text else None
+    except ValueError as error:
+        made.error(f"{source} {error}")
+
+
+def read_key_file(path: Path) -> str:
+    """The text; ValueError says why there is none."""
+    try:
+        return path.read_text("utf-8")
     except OSError as error:
-        made.error(f"{source} cannot be read: {error.strerror}")
+        raise ValueError(f"cannot be read: {error.strerror}") from error
     except UnicodeDecodeError:
-        made.error(f"{source} is not text")
+        raise ValueError("is not text") from None
+
+
+def engine_key(text: str) -> str:
+    """The engines' one key; ValueError if it is none."""
+    key = text.strip()
+    if not is_usable(key):
+        raise ValueError("must hold one key: printable ASCII without spaces")
+    return key
 
 
 def is_usable(key: str) -> bool:

@@ -7,6 +7,7 @@ What has failed is counted here, and noted among the last errors with the node t
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.samples import Sample
 from vllm.bidir.reasons import Reason
 from vllm.bidir.router.last_errors import LastErrors
 from vllm.bidir.router.last_minutes import LastMinutes
@@ -107,7 +108,8 @@ class Metrics:
         )
         self._refused = Counter(
             "bidir_router_refused",
-            "Turns refused for want of room, by reason (queue_full: 429, queue_timeout: 503).",
+            "Turns refused for want of room, by reason (queue_full: 429, queue_timeout: 503), or "
+            "because the router is ending (draining: 503).",
             ["role", "reason"],
             registry=self.registry,
         )
@@ -126,6 +128,11 @@ class Metrics:
         self._node_list_errors = Counter(
             "bidir_router_node_list_errors",
             "Times that the file of nodes could not be used or a name could not be resolved.",
+            registry=self.registry,
+        )
+        self.key_file_errors = Counter(
+            "bidir_router_key_file_errors",
+            "Times that a changed file of API keys could not be used; the keys stayed.",
             registry=self.registry,
         )
         self.conversations = Gauge(
@@ -174,6 +181,15 @@ class Metrics:
     def miss(self, reason: Reason) -> None:
         self._turns.labels("miss", reason.value).inc()
         self.last_minutes.count(reason.value)
+
+    def turns(self) -> dict[str, int]:
+        """Turns since the start, by the reason of the miss, or "hit"."""
+        return {
+            sample.labels["reason"] or "hit": int(sample.value) for sample in _totals(self._turns)
+        }
+
+    def decode_alone_by_reason(self) -> dict[str, int]:
+        return {sample.labels["reason"]: int(sample.value) for sample in _totals(self._bypassed)}
 
     def identified(self, by: str) -> None:
         self._identified.labels(by).inc()
@@ -226,3 +242,8 @@ class Metrics:
     def lease_call_failure(self, call: str, node: str, kind: str) -> None:
         self._lease_call_failures.labels(call).inc()
         self.last_errors.note(f"lease {call}", node, kind)
+
+
+def _totals(counter: Counter) -> list[Sample]:
+    (family,) = counter.collect()
+    return [sample for sample in family.samples if sample.name.endswith("_total")]

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from vllm.bidir.router import security
+from vllm.bidir.router import security, trace_options
 from vllm.bidir.router.address import Address as Address
-from vllm.bidir.router.keys import is_usable, read_keys
+from vllm.bidir.router.keys import engine_key, given_keys
 from vllm.bidir.router.node_options import NodeOptions, add_node_arguments, node_options
 from vllm.bidir.router.security import Security
 
@@ -44,9 +44,14 @@ class RouterOptions:
     max_conversations: int = 100_000
     max_body: int = 64 << 20
     connect_timeout: float = 5.0
+    drain_delay: float = 0.0
+    drain_timeout: float = 60.0
+    # At the start; the file is read again when it changes.
     engine_api_key: str | None = field(default=None, repr=False)
+    engine_api_key_file: Path | None = None
     nodes: NodeOptions = field(default_factory=NodeOptions)
     security: Security = field(default_factory=Security)
+    otlp_traces_endpoint: str | None = None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,8 +64,12 @@ def parser() -> argparse.ArgumentParser:
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--host", default=defaults.host, help=f"default {defaults.host}")
-    made.add_argument("--port", type=int, default=defaults.port, help=f"default {defaults.port}")
+    made.add_argument(
+        "--host", default=defaults.host, help=f"the address to listen on; default {defaults.host}"
+    )
+    made.add_argument(
+        "--port", type=int, default=defaults.port, help=f"its port; default {defaults.port}"
+    )
     add_node_arguments(made)
     made.add_argument(
         "--conversation-ttl",
@@ -96,13 +105,30 @@ def parser() -> argparse.ArgumentParser:
         help=f"refuse larger request bodies with 413; default {defaults.max_body}",
     )
     made.add_argument(
+        "--drain-delay",
+        type=float,
+        default=defaults.drain_delay,
+        metavar="SECONDS",
+        help="at SIGTERM: take requests for so long, while /ready says 503 already, until no load "
+        f"balancer sends any; default {defaults.drain_delay:g}",
+    )
+    made.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=defaults.drain_timeout,
+        metavar="SECONDS",
+        help="then let what is under way go on for so long, while new requests get 503; what is "
+        f"left is cut with an error event; default {defaults.drain_timeout:g}",
+    )
+    made.add_argument(
         "--engine-api-key-file",
         type=Path,
         metavar="PATH",
         help="a file that holds the engines' --api-key, for renewing and releasing leases, and see "
-        "--engine-authorization; "
+        "--engine-authorization; read again when it changes; "
         f"default: the environment variable {API_KEY_VARIABLE}, else no key",
     )
+    trace_options.add_arguments(made)
     security.add_arguments(made)
     return made
 
@@ -123,9 +149,19 @@ def parse(argv: Sequence[str] | None = None) -> RouterOptions:
         ),
         max_conversations=_in_range(made, "--max-conversations", args.max_conversations, 1, 1e9),
         max_body=_in_range(made, "--max-body", args.max_body, 1, 1 << 40),
-        engine_api_key=_api_key(made, args.engine_api_key_file),
+        drain_delay=_in_range(made, "--drain-delay", args.drain_delay, 0, 3600),
+        drain_timeout=_in_range(made, "--drain-timeout", args.drain_timeout, 0, 86_400),
+        engine_api_key=given_keys(
+            made,
+            "--engine-api-key-file",
+            args.engine_api_key_file,
+            API_KEY_VARIABLE,
+            engine_key,
+        ),
+        engine_api_key_file=args.engine_api_key_file,
         nodes=nodes,
         security=security.from_args(made, args),
+        otlp_traces_endpoint=trace_options.from_args(made, args),
     )
 
 
@@ -135,15 +171,3 @@ def _in_range(
     if not low <= value <= high:
         made.error(f"{flag} must be between {low:g} and {high:g}, not {value:g}")
     return value
-
-
-def _api_key(made: argparse.ArgumentParser, path: Path | None) -> str | None:
-    """The engines' key."""
-    given = read_keys(made, "--engine-api-key-file", path, API_KEY_VARIABLE)
-    if given is None:
-        return None
-    source, text = given
-    key = text.strip()
-    if not is_usable(key):
-        made.error(f"{source} must hold one key: printable ASCII without spaces")
-    return key

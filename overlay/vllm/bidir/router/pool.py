@@ -78,10 +78,19 @@ class Pool:
         """Turns in the queue."""
         return len(self._queue)
 
+    @property
+    def in_flight_limit(self) -> int:
+        """Turns on one node, 0 for any number."""
+        return self._limits.in_flight
+
     def usable(self) -> list[Node]:
         """The nodes that may be given turns now."""
         now = self._clock()
         return [node for node in self._nodes if node.health.usable(now)]
+
+    def is_down(self, name: str) -> bool:
+        """Whether checks have found that node down; False for one that is not on the list."""
+        return any(node.name == name and node.health.up is False for node in self._nodes)
 
     def candidates(self, first: str | None = None) -> Iterator[Node]:
         """Usable nodes for a call that is no turn: the one called `first`, the others in turns."""

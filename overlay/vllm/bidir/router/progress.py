@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far one turn has got, for the metrics. Nothing here is done for each piece of a stream."""
+"""How far one turn has got, for metrics and traces. Nothing is done for each piece of a stream."""
 
 from __future__ import annotations
 
 import time
 
 from vllm.bidir.router.metrics import Metrics
+from vllm.bidir.router.nodes import Node
+from vllm.bidir.router.request import TurnRequest
 from vllm.bidir.router.reuse import Reuse
+from vllm.bidir.router.spans import CURRENT
 
 
 class Progress:
@@ -14,14 +17,30 @@ class Progress:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
+        self._spans = CURRENT.get()
         self._arrived = self._leg_begun = time.monotonic()
 
-    def leg_begins(self) -> None:
-        """The request is about to be sent to a node."""
+    def about(self, request: TurnRequest, reuse: Reuse) -> None:
+        """What the turn asks for, and what it reuses, as that comes to be known."""
+        self._spans.about(request, reuse)
+
+    def leg_begins(
+        self, leg: str, node: Node, path: str, headers: dict[str, str]
+    ) -> dict[str, str]:
+        """The request is about to be sent to a node; with which headers."""
         self._leg_begun = time.monotonic()
+        return self._spans.leg_begins(leg, node, path, headers)
+
+    def leg_ends(self, status: int) -> None:
+        """The node has answered, whole."""
+        self._spans.leg_ends(status)
+
+    def leg_failed(self, kind: str) -> None:
+        """The node has not answered, or not to the end, or with a fault of its own."""
+        self._spans.leg_failed(kind)
 
     def prefilled(self) -> float:
-        """P has answered; after how many seconds."""
+        """P has the prompt; after how many seconds."""
         seconds = time.monotonic() - self._leg_begun
         self._metrics.prefill_seconds.observe(seconds)
         return seconds
@@ -29,6 +48,7 @@ class Progress:
     def stream_begins(self, reuse: Reuse) -> None:
         """The first bytes of D's stream are here, and go to the client at once."""
         now = time.monotonic()
+        self._spans.first_byte()
         self._metrics.decode_first_byte_seconds.observe(now - self._leg_begun)
         self._metrics.first_byte_seconds.labels(reuse.outcome).observe(now - self._arrived)
 

@@ -13,6 +13,7 @@ from vllm.bidir.router.errors import ClientError
 from vllm.bidir.router.metrics import Metrics
 from vllm.bidir.router.nodes import Node
 from vllm.bidir.router.policies import Ask
+from vllm.bidir.router.spans import CURRENT
 
 
 class FullError(Exception):
@@ -72,7 +73,8 @@ class Queue:
         timer = loop.call_later(self._timeout_s, self._time_out, waiter)
         self.serve()
         try:
-            return await waiter.place
+            with CURRENT.get().waiting(self._role):
+                return await waiter.place
         except asyncio.CancelledError:
             self._abandon(waiter)
             raise

@@ -15,11 +15,12 @@ HEADER = "x-kv-reuse"
 class Reuse:
     """Known bit by bit while a turn runs. `reason`: why nothing was reused, None while it may be.
 
-    `tokens`: how many of the prompt's P had to compute no more, None if P does not say.
+    `tokens`: how many of the `prompt_tokens` P had to compute no more, None if P does not say.
     """
 
     reason: Reason | None = Reason.NO_CONVERSATION
     tokens: int | None = None
+    prompt_tokens: int | None = None
 
     @property
     def outcome(self) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vllm.bidir.router.keys import is_usable, read_keys
+from vllm.bidir.router.keys import given_keys, is_usable
 from vllm.bidir.router.side_channels import SideChannel, parse_side_channel
 
 CLIENT_KEYS_VARIABLE = "VLLM_BIDIR_ROUTER_API_KEY"
@@ -19,9 +19,13 @@ FORWARD, REPLACE = "forward", "replace"
 
 @dataclass(frozen=True)
 class Security:
-    """`client_keys` are SHA-256 digests; none: everybody may. `tls`: certificate and its key."""
+    """`client_keys` are SHA-256 digests; none: everybody may. `tls`: certificate and its key.
+
+    They are those at the start; `client_key_file` is read again when it changes.
+    """
 
     client_keys: frozenset[bytes] = field(default=frozenset(), repr=False)
+    client_key_file: Path | None = None
     engine_authorization: str | None = None
     tenant_header: bool = False
     tls: tuple[Path, Path] | None = None
@@ -60,7 +64,8 @@ def add_arguments(made: argparse.ArgumentParser) -> None:
         "--api-key-file",
         type=Path,
         metavar="PATH",
-        help="a file with the keys that clients must show, one a line; default: those in the "
+        help="a file with the keys that clients must show, one a line, read again when it "
+        "changes; default: those in the "
         f"environment variable {CLIENT_KEYS_VARIABLE}, else everybody may",
     )
     group.add_argument(
@@ -132,7 +137,11 @@ def from_args(made: argparse.ArgumentParser, args: argparse.Namespace) -> Securi
     except ValueError as error:
         made.error(f"--side-channel {error}")
     security = Security(
-        client_keys=_client_keys(made, args.api_key_file),
+        client_keys=given_keys(
+            made, "--api-key-file", args.api_key_file, CLIENT_KEYS_VARIABLE, client_keys
+        )
+        or frozenset(),
+        client_key_file=args.api_key_file,
         engine_authorization=args.engine_authorization,
         tenant_header=args.tenant_header,
         tls=None if args.tls_cert is None else (args.tls_cert, args.tls_key or args.tls_cert),
@@ -157,13 +166,9 @@ def key_digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def _client_keys(made: argparse.ArgumentParser, path: Path | None) -> frozenset[bytes]:
-    """Digests of the clients' keys."""
-    given = read_keys(made, "--api-key-file", path, CLIENT_KEYS_VARIABLE)
-    if given is None:
-        return frozenset()
-    source, text = given
+def client_keys(text: str) -> frozenset[bytes]:
+    """Digests of the clients' keys, one a line; ValueError if one is none, or there is none."""
     keys = [line.strip() for line in text.splitlines() if line.strip()]
     if not keys or not all(map(is_usable, keys)):
-        made.error(f"{source} must hold keys: printable ASCII without spaces, one a line")
+        raise ValueError("must hold keys: printable ASCII without spaces, one a line")
     return frozenset(map(key_digest, keys))

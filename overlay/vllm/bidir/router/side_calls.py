@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 from aiohttp import web
 from vllm.bidir.router.access import Access
+from vllm.bidir.router.body import read_body
 from vllm.bidir.router.client_params import refuse_params
 from vllm.bidir.router.errors import ClientError
 from vllm.bidir.router.headers import REQUEST_ID, request_id, to_engine
@@ -28,7 +29,7 @@ class SideCalls:
 
     async def serve(self, http: web.Request) -> web.Response:
         """The first answer as it is; ClientError 503 if there is none."""
-        body = await http.read()
+        body = await read_body(http) if http.method == "POST" else b""
         refuse_params(body)
         named = request_id(http.headers)
         headers = to_engine(http.headers, self._access.authorization(http.headers))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,9 @@ from aiohttp import web
 from vllm.bidir.reasons import Reason
 from vllm.bidir.router.access import Access
 from vllm.bidir.router.ask import ask_of
+from vllm.bidir.router.body import read_body
 from vllm.bidir.router.conversations import Conversations, KeptTurn, Key
+from vllm.bidir.router.draining import ANSWER_BEGUN
 from vllm.bidir.router.errors import ClientError, error_event
 from vllm.bidir.router.headers import REQUEST_ID, request_id, to_client, to_engine
 from vllm.bidir.router.identity import Identities, Place
@@ -43,7 +46,7 @@ from vllm.bidir.router.responses import Asked, Responses, ResponsesFilter, Said,
 from vllm.bidir.router.reuse import HEADER, Reuse
 from vllm.bidir.router.seat import Seat
 from vllm.bidir.router.side_channels import SideChannels
-from vllm.bidir.router.stream import StreamFilter, take_params
+from vllm.bidir.router.stream import StreamFilter, first_error, only_opens, take_params
 from vllm.bidir.router.while_up import while_up
 
 logger = logging.getLogger("vllm_bidir_router")
@@ -107,7 +110,7 @@ class Turns:
     async def serve(self, http: web.Request) -> web.StreamResponse:
         """Answer one client; ClientError is the caller's to turn into a response."""
         progress = Progress(self._metrics)
-        body = await http.read()
+        body = await read_body(http)
         request = parse_request(http.path, body)
         turn = self._identify(http, request, progress)
         with self._conversations.under_way(turn.key, turn):
@@ -142,12 +145,16 @@ class Turns:
         self._metrics.identified("none" if place is None else place.by)
         if place is not None:
             found = self._conversations.get(place.key)
-            if isinstance(found, KeptTurn):
-                kept = found
-            else:
+            if not isinstance(found, KeptTurn):
                 reason = found
+            elif self._decode.is_down(found.node):
+                # P would wait for it in vain. What it keeps is remembered: it may come back.
+                reason = Reason.PEER_GONE
+            else:
+                kept = found
         turn = Turn(request, headers, named, place, kept, last, asked, progress)
         turn.reuse.reason = None if kept is not None else reason
+        progress.about(request, turn.reuse)
         if request.bypass is None:
             if kept is not None:
                 self._metrics.hit()
@@ -193,18 +200,19 @@ class Turns:
         self, turn: Turn, node: Node, params: Mapping[str, Any]
     ) -> PrefillDone | Answer | None:
         """What a node answered, or None when it could not be reached."""
-        turn.progress.leg_begins()
+        headers = turn.progress.leg_begins("prefill", node, turn.request.path, turn.headers)
         try:
-            leg = self._legs.prefill(node, turn.request, params, turn.headers)
+            leg = self._legs.prefill(node, turn.request, params, headers)
             done = await while_up(node, leg)
         except Unreachable as error:
             self._failed(turn, "prefill", node, type(error).__name__)
             self._prefill.failed(node)
             return None
+        turn.progress.leg_ends(done.status if isinstance(done, Answer) else 200)
         if isinstance(done, PrefillDone):
             self._note_whether_it_verifies(node, done.params)
             seconds = turn.progress.prefilled()
-            turn.reuse.tokens = done.cached_tokens
+            turn.reuse.tokens, turn.reuse.prompt_tokens = done.cached_tokens, done.prompt_tokens
             self._metrics.prompt_tokens(done.prompt_tokens, done.cached_tokens)
             done = PrefillDone(self._admit(turn, "prefill", node, done.params))
             logger.info("%s: Prefill done in %.0fms (%s)", turn, seconds * 1000, node.name)
@@ -225,26 +233,51 @@ class Turns:
         """Try decode nodes until one has sent its first byte; what follows is that node's."""
         refusal: Answer | None = None
         async for node in seat:
-            try:
-                upstream, first = await while_up(node, self._open(turn, node, params))
-            except Unreachable as error:
-                self._failed(turn, "decode", node, type(error).__name__)
-                self._decode.failed(node)
-                continue
-            async with upstream:
-                if upstream.status < 500:
-                    self._decode.succeeded(node)
-                if _is_stream(upstream):
-                    return await self._stream(http, turn, node, upstream, first)
-            if upstream.status < 500:
-                return self._answer(turn, node, upstream, first)
-            self._failed(turn, "decode", node, str(upstream.status))
-            self._decode.failed(node)
-            sent = to_client(upstream.headers)
-            refusal = Answer(upstream.status, upstream.content_type, first, sent)
+            done = await self._try_decode(http, turn, node, params)
+            if isinstance(done, Answer) and params is not None:
+                done = await self._try_alone(http, turn, node)
+            if isinstance(done, web.StreamResponse):
+                return done
+            refusal = done or refusal
         if refusal is None:
             raise _no_decode_node()
         return _whole(refusal, turn)
+
+    async def _try_decode(
+        self, http: web.Request, turn: Turn, node: Node, params: dict[str, Any] | None
+    ) -> web.StreamResponse | Answer | None:
+        """What the client has been given; an Answer that says that the node has failed before its
+        first byte, or None when it could not be reached, and nothing has been given."""
+        try:
+            upstream, first = await while_up(node, self._open(turn, node, params))
+        except Unreachable as error:
+            self._failed(turn, "decode", node, type(error).__name__)
+            self._decode.failed(node)
+            return None
+        async with upstream:
+            failed = _failure(upstream, first)
+            if failed is None:
+                self._decode.succeeded(node)
+                if _is_stream(upstream):
+                    return await self._stream(http, turn, node, upstream, first)
+        if failed is None:
+            return self._answer(turn, node, upstream, first)
+        self._failed(turn, "decode", node, str(failed.status))
+        self._decode.failed(node)
+        return failed
+
+    async def _try_alone(
+        self, http: web.Request, turn: Turn, node: Node
+    ) -> web.StreamResponse | Answer | None:
+        """The fault may lie with what P was to hand over: this node computes it all instead."""
+        reuse, tokens = turn.reuse.reason, turn.reuse.tokens
+        turn.reuse.reason, turn.reuse.tokens = Reason.TRANSFER_FAILED, None
+        done = await self._try_decode(http, turn, node, None)
+        if isinstance(done, web.StreamResponse):
+            self._metrics.decode_alone(Reason.TRANSFER_FAILED)
+        else:
+            turn.reuse.reason, turn.reuse.tokens = reuse, tokens
+        return done
 
     async def _open(
         self, turn: Turn, node: Node, params: dict[str, Any] | None
@@ -253,14 +286,18 @@ class Turns:
 
         Raises Unreachable for a failure before the first byte.
         """
-        turn.progress.leg_begins()
-        upstream = await self._legs.decode(node, turn.request, params, turn.headers)
+        headers = turn.progress.leg_begins("decode", node, turn.request.path, turn.headers)
+        upstream = await self._legs.decode(node, turn.request, params, headers)
         try:
             if not _is_stream(upstream):
-                return upstream, await upstream.read()
+                whole = await upstream.read()
+                turn.progress.leg_ends(upstream.status)
+                return upstream, whole
             first = await upstream.content.readany()
             if not first:
                 raise aiohttp.ServerDisconnectedError("a stream without a byte")
+            if only_opens(first):
+                first += await upstream.content.readany()
             turn.progress.stream_begins(turn.reuse)
             return upstream, first
         except BaseException:
@@ -291,10 +328,13 @@ class Turns:
         response.content_type = _EVENT_STREAM
         response.charset = "utf-8"
         response.headers["Cache-Control"] = "no-cache"
+        ANSWER_BEGUN.set(True)
         await response.prepare(http)
-        async for out in self._pass_through(turn, node, upstream, first):
-            await response.write(out)
-        await response.write_eof()
+        # A client may go as soon as it has its answer, a moment before this is cancelled.
+        with suppress(ConnectionResetError):
+            async for out in self._pass_through(turn, node, upstream, first):
+                await response.write(out)
+            await response.write_eof()
         return response
 
     async def _pass_through(
@@ -374,11 +414,22 @@ class Turns:
 
     def _failed(self, turn: Turn, leg: str, node: Node, kind: str) -> None:
         self._metrics.failure(leg, node.name, kind)
+        turn.progress.leg_failed(kind)
         logger.warning("%s: %s leg failed on %s: %s", turn, leg, node.name, kind)
 
 
 def _is_stream(upstream: aiohttp.ClientResponse) -> bool:
     return upstream.status == 200 and upstream.content_type == _EVENT_STREAM
+
+
+def _failure(upstream: aiohttp.ClientResponse, first: bytes) -> Answer | None:
+    """What a node has said that has failed before its first byte: 5xx, or a stream that begins with
+    such an error. None if it has not failed."""
+    sent = to_client(upstream.headers)
+    if upstream.status >= 500:
+        return Answer(upstream.status, upstream.content_type, first, sent)
+    error = first_error(first) if _is_stream(upstream) else None
+    return None if error is None else Answer(error.status, "application/json", error.body, sent)
 
 
 def _no_decode_node() -> ClientError:
