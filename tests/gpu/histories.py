@@ -45,15 +45,18 @@ def row_conversations(rng: random.Random) -> list[Conversation]:
     return [Conversation(name, new(ROW_PROMPT), ROW_ANSWER, ROWS[name]) for name in ROWS]
 
 
-def random_conversations(rng: random.Random, count: int) -> list[Conversation]:
-    """Conversations of all lengths, each changed once or twice."""
+def random_conversations(rng: random.Random, count: int, least: int = 80) -> list[Conversation]:
+    """Conversations of all lengths, each changed once or twice.
+
+    least: tokens of a first prompt. A turn that is shorter than a block is not kept.
+    """
     new, found = source(rng), []
     for number in range(count):
         kinds = rng.choices(KINDS, k=rng.choice((1, 1, 2)))
         found.append(
             Conversation(
                 f"{number}:{'+'.join(kinds)}",
-                new(rng.randrange(80, 1400)),
+                new(rng.randrange(least, 1400)),
                 rng.randrange(8, 41),
                 _changes(kinds, rng.randrange(1 << 30)),
             )

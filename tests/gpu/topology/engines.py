@@ -12,7 +12,7 @@ from tests.gpu.shapes import Shape
 from tests.gpu.topology.placement import Node
 from tools.bench.descriptors import ZERO_COPY
 from tools.bench.gpu.engines import PLUGIN
-from tools.cluster import ClusterOptions, Engine, PortReservations, RoleOptions, cluster
+from tools.cluster import ClusterOptions, Engine, RoleOptions, cluster
 from tools.cluster.options import Device
 from tools.cluster.together import start_together
 
@@ -20,7 +20,7 @@ from tools.cluster.together import start_together
 LEASE_S = 30
 # What P keeps for a D that has died is free again after this.
 HANDOVER_S = 10
-_START_TIMEOUT_S = 240.0
+_START_TIMEOUT_S = 400.0
 _MODEL_TOKENS = 4096
 
 
@@ -54,14 +54,13 @@ def running(settings: Settings, nodes: Sequence[Node], logs: Path) -> Iterator[R
     Raises ProcessFailedError when one does not come up.
     """
     with ExitStack() as stack:
-        ports = stack.enter_context(PortReservations())
         starts = [
             cluster(
                 int(node.role == "prefill"),
                 int(node.role == "decode"),
                 node.tensor_parallel,
                 settings.device,
-                options(settings, node, ports.reserve(node.data_parallel)),
+                options(settings, node),
                 logs / node.name,
             )
             for node in nodes
@@ -77,18 +76,17 @@ def running(settings: Settings, nodes: Sequence[Node], logs: Path) -> Iterator[R
         )
 
 
-def options(settings: Settings, node: Node, side_channel: int) -> ClusterOptions:
-    """How one node is started. side_channel: the port of its first data-parallel rank."""
+def options(settings: Settings, node: Node) -> ClusterOptions:
+    """How one node is started."""
     args = [*settings.shape.args, "--load-format", "dummy", "--max-num-seqs", "32"]
     args += ["--enable-prompt-tokens-details"]
-    env = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)}
-    if node.data_parallel > 1:
-        args += ["--data-parallel-size", str(node.data_parallel)]
+    env: dict[str, str] = {}
     if settings.device == "cuda":
         # Only looked at when the engine starts: how much it takes is said in bytes.
         args += ["--gpu-memory-utilization", "0.1"]
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, node.gpus))
-    role = RoleOptions(args=(*args, *settings.engine_args), env=env)
+    args += settings.engine_args
+    role = RoleOptions(data_parallel=node.data_parallel, args=tuple(args), env=env)
     return ClusterOptions(
         model=settings.model,
         served_model_name="m",

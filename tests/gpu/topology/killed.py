@@ -14,6 +14,7 @@ from tests.gpu.topology.findings import Findings
 from tests.gpu.topology.leases import all_free, nothing_kept
 from tests.gpu.topology.load import Load, Sent, by_phase, wait_for
 from tests.gpu.topology.routed import Nodes, compare, converse
+from tools.bench.gpu.counters import kv_capacity
 from tools.cluster.router import router
 
 _CLIENTS = 8
@@ -48,7 +49,8 @@ def run_killed(
         sent = _load_and_kill(engines, running.url, rng, findings)
         left = Nodes(running.url, urls.prefill[1:], urls.decode[1:])
         _compare_load(sent, left, findings)
-        work = [*row_conversations(rng), *random_conversations(rng, randoms)]
+        _, block = kv_capacity(left.decode[0])
+        work = [*row_conversations(rng), *random_conversations(rng, randoms, max(80, block))]
         findings.wanted += len(work)
         for conversation in work:
             if not in_time():

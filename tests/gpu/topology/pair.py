@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from tests.gpu.client import decisions, lease_ids, leases, release
+from tests.gpu.client import EngineError, decisions, lease_ids, leases, release
 from tests.gpu.histories import (
     ROWS,
     Conversation,
@@ -25,6 +25,7 @@ from tests.gpu.measure import (
 )
 from tests.gpu.topology.findings import Findings
 from tests.gpu.topology.leases import all_free, lease_calls, lost_before_the_read, nothing_kept
+from tools.bench.gpu.counters import kv_capacity
 
 _FORKS = ("append", "edited_middle")
 _UNADDRESSED = 8
@@ -49,10 +50,11 @@ def run_pair(
         lost_before_the_read(where, rng, findings)
     if ranks > 1:
         _every_rank_serves(servers, ranks, rng, findings)
+    _, block = kv_capacity(servers.decode)
     work = [
         (where, one)
         for where in places
-        for one in (*row_conversations(rng), *random_conversations(rng, randoms))
+        for one in (*row_conversations(rng), *random_conversations(rng, randoms, max(80, block)))
     ]
     findings.wanted += len(work) + len(places) * len(_FORKS)
     for where in places:
@@ -62,8 +64,13 @@ def run_pair(
             break
         # Every other conversation goes on where its turn before has not been.
         here = where if number % 2 else replace(where, answer_rank=_other(where, ranks))
-        case = measure(conversation, here, rng)
-        findings.cases.append(replace(case, name=_named(case.name, where, ranks)))
+        name = _named(conversation.name, where, ranks)
+        try:
+            findings.cases.append(replace(measure(conversation, here, rng), name=name))
+        except EngineError as error:
+            # What the next ones find is worth having, unless the engine has gone.
+            findings.check(name, False, str(error))
+            leases(servers.decode)
     nothing_kept("at the end", servers.decode, findings)
     all_free((servers.prefill, servers.decode), findings)
 

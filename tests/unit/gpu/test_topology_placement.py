@@ -43,16 +43,15 @@ def test_p_and_d_of_one_index_never_share_a_gpu_with_the_other_role_alone() -> N
 def test_a_node_is_started_where_it_was_placed() -> None:
     settings = Settings(SHAPES["small"], Path("m"), "cuda", engine_args=("--block-size", "64"))
     node = Node("decode", 0, data_parallel=2, gpus=(1, 3))
-    decode = options(settings, node, 20000).decode
+    decode = options(settings, node).decode
     assert decode.env["CUDA_VISIBLE_DEVICES"] == "1,3"
-    assert decode.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "20000"
+    assert decode.data_parallel == 2
     assert decode.args[-2:] == ("--block-size", "64")
-    assert decode.args[decode.args.index("--data-parallel-size") + 1] == "2"
 
 
 def test_on_a_cpu_nothing_is_said_of_gpus() -> None:
     settings = Settings(SHAPES["tiny"], Path("m"), "cpu")
-    chosen = options(settings, Node("prefill", 0, 2), 20000)
+    chosen = options(settings, Node("prefill", 0, 2))
     assert "CUDA_VISIBLE_DEVICES" not in chosen.prefill.env
     assert "--gpu-memory-utilization" not in chosen.prefill.args
-    assert "--data-parallel-size" not in chosen.prefill.args
+    assert chosen.prefill.data_parallel == 1
