@@ -38,7 +38,8 @@ class Node:
         ranks: int = 1,
         heads: int = HEADS,
     ) -> None:
-        config = vllm_config(model, engine_id)
+        # Long enough for a busy machine; tests that wait for it say how long.
+        config = vllm_config(model, engine_id, extra={"read_back_timeout": 30.0})
         config.cache_config.kv_cache_layout = layout
         config.cache_config.block_size = block_size
         kind = FullAttentionSpec if heads else MLAAttentionSpec
