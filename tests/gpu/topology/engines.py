@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,14 +37,17 @@ class Settings:
 
 @dataclass(frozen=True)
 class Running:
-    """The engines by role, in the order of the nodes."""
+    """The engines by the names of their nodes, in their order."""
 
-    prefill: tuple[Engine, ...]
-    decode: tuple[Engine, ...]
+    engines: Mapping[str, Engine]
 
     @property
-    def engines(self) -> tuple[Engine, ...]:
-        return (*self.prefill, *self.decode)
+    def prefill(self) -> tuple[Engine, ...]:
+        return tuple(one for one in self.engines.values() if one.role == "prefill")
+
+    @property
+    def decode(self) -> tuple[Engine, ...]:
+        return tuple(one for one in self.engines.values() if one.role == "decode")
 
 
 @contextmanager
@@ -70,10 +73,7 @@ def running(settings: Settings, nodes: Sequence[Node], logs: Path) -> Iterator[R
         else:
             started = start_together(stack, starts)
         engines = [one for each in started for one in each.engines]
-        yield Running(
-            tuple(one for one in engines if one.role == "prefill"),
-            tuple(one for one in engines if one.role == "decode"),
-        )
+        yield Running({node.name: one for node, one in zip(nodes, engines, strict=True)})
 
 
 def options(settings: Settings, node: Node) -> ClusterOptions:

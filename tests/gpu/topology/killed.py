@@ -6,13 +6,13 @@ import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.gpu.client import leases
+from tests.gpu.client import EngineError, leases
 from tests.gpu.histories import Conversation, random_conversations, row_conversations
 from tests.gpu.measure import Servers, meet
 from tests.gpu.topology.engines import Running
 from tests.gpu.topology.findings import Findings
 from tests.gpu.topology.leases import all_free, nothing_kept
-from tests.gpu.topology.load import Load, Sent, by_phase, wait_for
+from tests.gpu.topology.load import Load, Sent, by_phase, send, wait_for
 from tests.gpu.topology.routed import Nodes, compare, converse
 from tools.bench.gpu.counters import kv_capacity
 from tools.cluster.router import router
@@ -43,6 +43,7 @@ def run_killed(
             tuple(one.url for one in engines.prefill),
             tuple(one.url for one in engines.decode),
         )
+        _show_every_prefill(urls, rng)
         findings.wanted += _BEFORE
         for conversation in row_conversations(rng)[:_BEFORE]:
             _conversation("all run", conversation, urls, rng, findings)
@@ -62,6 +63,16 @@ def run_killed(
     nothing_kept("at the end", left.decode[0], findings)
     # What P has kept for the D that is dead, too.
     all_free((*left.prefill, *left.decode), findings)
+
+
+def _show_every_prefill(nodes: Nodes, rng: random.Random) -> None:
+    """The router offers KV to a P that has told it, with an answer, that it verifies."""
+    conversations = random_conversations(rng, 2 * len(nodes.prefill))
+    for conversation in conversations:
+        turn = Sent(conversation.prompt, 0.0)
+        send(nodes.router, conversation.name, turn, 1, last=True)
+        if turn.error is not None:
+            raise EngineError(f"{nodes.router}: {turn.error}")
 
 
 def _load_and_kill(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from tests.gpu.client import decisions
 from tests.gpu.topology.findings import Findings
@@ -12,28 +12,30 @@ from tools.demo.metrics import read_metrics
 
 _RATE = "vllm:bidir_peer_gigabytes_per_second"
 _BYTES = "vllm:bidir_transfer_bytes_total"
+# In the lines of `telling`.
+_COPY = "zero-copy"
 
 
-def transport(engines: Sequence[Engine], on_gpus: bool, findings: Findings) -> None:
+def transport(engines: Mapping[str, Engine], on_gpus: bool, findings: Findings) -> None:
     """Counters of all that still run; on GPUs every one of them must have copied between GPUs."""
-    alive = [one for one in engines if one.is_alive()]
-    by_node = {one.name: decisions(one.url) for one in alive if one.role == "prefill"}
+    alive = {name: one for name, one in engines.items() if one.is_alive()}
+    by_node = {name: decisions(one.url) for name, one in alive.items() if one.role == "prefill"}
     findings.figures["decisions"] = by_node
-    findings.figures["bytes"] = {one.name: _by_label(one.url, _BYTES) for one in alive}
+    findings.figures["bytes"] = {name: _by_label(one.url, _BYTES) for name, one in alive.items()}
     findings.figures["gigabytes per second of the last read"] = {
-        one.name: _by_label(one.url, _RATE) for one in alive
+        name: _by_label(one.url, _RATE) for name, one in alive.items()
     }
     refused = {
         name: {reason: found[reason] for reason in ("slow_link", "unsupported") if reason in found}
         for name, found in by_node.items()
     }
     findings.check("link used by every P", not any(refused.values()), f"{refused}")
-    lines = telling(engines)
+    lines = {name: telling([one]) for name, one in engines.items()}
     findings.figures["log"] = lines
     if on_gpus:
-        copied = {line.split(":")[0] for line in lines if "zero-copy" in line}
-        missing = sorted({one.name for one in engines} - copied)
-        findings.check("copies between GPUs", not missing, f"{sorted(copied)}, not {missing}")
+        copied = [name for name, said in lines.items() if any(_COPY in line for line in said)]
+        missing = sorted(engines.keys() - set(copied))
+        findings.check("copies between GPUs", not missing, f"{copied}, not {missing}")
 
 
 def _by_label(url: str, name: str) -> dict[str, float]:
