@@ -31,6 +31,7 @@ def status(
     none = Turns(0, {})
     return Status(
         version="0.29.0+bidir.1",
+        draining=False,
         now=NOW,
         uptime=273_900.0,
         pools=pools,

@@ -47,6 +47,20 @@ async def test_a_stream_that_breaks_off_has_a_first_byte_and_no_end(setup: Setup
     assert setup.metric("bidir_router_turn_seconds_count", outcome="miss") == 0
 
 
+async def test_a_stream_that_begins_with_an_error_has_not_begun(setup: Setup) -> None:
+    async def fails_once(request: web.Request, body: dict[str, Any]) -> web.Response | None:
+        if len(setup.decode[0].asked) > 1:
+            return None
+        error = event({"error": {"message": "no", "type": "server_error", "code": 500}})
+        return web.Response(body=error, content_type="text/event-stream")
+
+    setup.decode[0].script = fails_once
+    await setup.ask(stream=True)
+    assert len(setup.decode[0].asked) == 2
+    assert setup.metric("bidir_router_decode_first_byte_seconds_count") == 1
+    assert setup.metric("bidir_router_first_byte_seconds_count", outcome="miss") == 1
+
+
 async def test_prompt_tokens_are_counted_as_p_counts_them(setup: Setup) -> None:
     async def prefill(request: web.Request, body: dict[str, Any]) -> web.Response:
         usage = {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 70}}

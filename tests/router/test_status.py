@@ -171,6 +171,13 @@ async def test_a_node_that_is_taken_off_the_list_is_shown_while_it_drains(setup:
     assert "Not serving" in Parsed((await get(setup, "/"))[1]).text
 
 
+async def test_a_router_that_is_ending_says_so(setup: Setup) -> None:
+    assert json.loads((await get(setup, "/status"))[1])["draining"] is False
+    setup.router.draining.tell()
+    assert json.loads((await get(setup, "/status"))[1])["draining"] is True
+    assert "Ending: what is under way goes on" in Parsed((await get(setup, "/"))[1]).text
+
+
 async def test_it_needs_no_key_and_shows_no_more_than_the_metrics(make_setup: MakeSetup) -> None:
     key = "key-that-is-secret"
     setup = await make_setup(security=Security(client_keys=frozenset([key_digest(key)])))

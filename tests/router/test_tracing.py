@@ -180,6 +180,19 @@ async def test_waiting_for_room_is_a_span(
     assert sorted(said["http.response.status_code"] for said in refused) == [200, 200, 429]
 
 
+async def test_waiting_too_long_is_an_error_with_its_status(
+    make_setup: MakeSetup, collector: Collector, ended: Ended
+) -> None:
+    setup = await make_setup(
+        otlp_traces_endpoint=collector.url, decode_in_flight=1, queue_timeout=0.01
+    )
+    setup.router.decode.nodes[0].in_flight += 1
+    assert (await setup.ask())[0] == 503
+    queue, turn = await ended(setup)
+    assert attributes(queue)["error.type"] == attributes(turn)["error.type"] == "503"
+    assert not queue.status.message and not queue.events
+
+
 async def test_each_try_is_a_span_and_a_failed_one_says_so(
     make_setup: MakeSetup, collector: Collector, ended: Ended
 ) -> None:

@@ -96,6 +96,7 @@ class Router:
         self.metrics.leases.set_function(lambda: len(self.leases))
         self.metrics.conversations.set_function(lambda: len(self.conversations))
         self._sources = Sources(
+            self.draining,
             (self.prefill, self.decode),
             self.conversations,
             self.leases,

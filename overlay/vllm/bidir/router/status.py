@@ -13,6 +13,7 @@ from importlib import metadata
 
 import msgspec
 from vllm.bidir.router.conversations import Conversations
+from vllm.bidir.router.draining import Draining
 from vllm.bidir.router.last_errors import LastError
 from vllm.bidir.router.last_minutes import MINUTES
 from vllm.bidir.router.leases import Leases
@@ -58,9 +59,10 @@ class Turns(msgspec.Struct):
 
 
 class Status(msgspec.Struct):
-    """Times in seconds; `now` and the errors' `last` since 1970."""
+    """Times in seconds; `now` and the errors' `last` since 1970. `draining`: it is ending."""
 
     version: str
+    draining: bool
     now: float
     uptime: float
     pools: list[PoolStatus]
@@ -80,6 +82,7 @@ class Status(msgspec.Struct):
 class Sources:
     """Where a status comes from. `started`: by time.monotonic()."""
 
+    draining: Draining
     pools: tuple[Pool, ...]
     conversations: Conversations
     leases: Leases
@@ -91,6 +94,7 @@ class Sources:
         totals = self.metrics.turns()
         return Status(
             version=version(),
+            draining=self.draining.begun,
             now=time.time(),
             uptime=now - self.started,
             pools=[_pool(pool, now) for pool in self.pools],

@@ -78,6 +78,8 @@ def _e(tag: str, *children: Element | str, **attributes: str) -> Element:
 
 def _in_a_word(status: Status) -> tuple[str, str]:
     """A colour and a sentence."""
+    if status.draining:
+        return "warn", "Ending: what is under way goes on to its end"
     if not status.pool("decode").usable:
         return "bad", "Not serving: no decode node is up"
     if not status.pool("prefill").usable:

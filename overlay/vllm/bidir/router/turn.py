@@ -298,7 +298,6 @@ class Turns:
                 raise aiohttp.ServerDisconnectedError("a stream without a byte")
             if only_opens(first):
                 first += await upstream.content.readany()
-            turn.progress.stream_begins(turn.reuse)
             return upstream, first
         except BaseException:
             # Whatever it is, such as a client that has gone: closing ends the request on D.
@@ -324,6 +323,7 @@ class Turns:
         upstream: aiohttp.ClientResponse,
         first: bytes,
     ) -> web.StreamResponse:
+        turn.progress.stream_begins(turn.reuse)
         response = web.StreamResponse(headers=_headers(turn))
         response.content_type = _EVENT_STREAM
         response.charset = "utf-8"

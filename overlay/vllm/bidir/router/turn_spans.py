@@ -15,6 +15,7 @@ import msgspec
 from aiohttp import web
 from opentelemetry.propagators.textmap import TextMapPropagator
 from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_context
+from vllm.bidir.router.errors import ClientError
 from vllm.bidir.router.nodes import Node
 from vllm.bidir.router.request import TurnRequest
 from vllm.bidir.router.reuse import Reuse
@@ -60,6 +61,9 @@ class TurnSpans(Spans):
         span = self._tracer.start_span("queue", self._context, attributes={"bidir.role": role})
         try:
             yield
+        except ClientError as refusal:
+            _mark(span, str(refusal.status))
+            raise
         except BaseException as error:
             _mark(span, type(error).__name__)
             raise
