@@ -10,6 +10,7 @@ from typing import Any
 
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from vllm.bidir.router.errors import error_body
 from vllm.bidir.router.options import Address
 
 from tests.router.fake_leases import FakeLeases
@@ -84,7 +85,13 @@ class FakeEngine:
         return web.json_response({"object": "list", "data": [{"id": "m"}]})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        body = json.loads(await request.read())
+        try:
+            body = json.loads(await request.read())
+        except ValueError:
+            body = None
+        if not isinstance(body, dict):
+            refusal = error_body(400, "The body must be an object.", None, request.path)
+            return web.Response(status=400, body=refusal, content_type="application/json")
         self.asked.append(body)
         self.headers.append(request.headers)
         try:

@@ -14,8 +14,8 @@ from vllm.bidir.router.security import Security
 
 TENANT_HEADER = "X-Tenant-ID"
 _MAX_TENANT = 512
-# What probes, scrapers and browsers ask, which carry no key.
-_OPEN = frozenset(("/", "/status", "/health", "/ready", "/metrics", "/version"))
+# What probes, scrapers, browsers and tools ask, which carry no key.
+_OPEN = frozenset(("/", "/status", "/health", "/ready", "/metrics", "/version", "/openapi.json"))
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from vllm.bidir.router import policies, status_page, trace_options
+from vllm.bidir.router import openapi, policies, status_page, trace_options
 from vllm.bidir.router.access import Access
 from vllm.bidir.router.checks import HealthChecks
 from vllm.bidir.router.conversations import Conversations, conversation_key
@@ -185,6 +185,9 @@ class Router:
     async def show_version(self, http: web.Request) -> web.StreamResponse:
         return web.json_response({"version": version()})
 
+    async def show_openapi(self, http: web.Request) -> web.StreamResponse:
+        return web.json_response(openapi.describe(version()))
+
     async def end_conversation(self, http: web.Request) -> web.StreamResponse:
         """Forget a conversation of this tenant and give its lease back."""
         tenant = self.access.tenant(http.headers)
@@ -285,6 +288,7 @@ def make_app(router: Router) -> web.Application:
     app.router.add_get("/version", router.show_version)
     app.router.add_get("/", router.show_page)
     app.router.add_get("/status", router.show_status)
+    app.router.add_get(openapi.PATH, router.show_openapi)
     app.router.add_get("/health", router.health)
     app.router.add_get("/ready", router.ready)
     app.router.add_get("/metrics", router.show_metrics)

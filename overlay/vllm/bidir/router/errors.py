@@ -74,7 +74,10 @@ def error_event(status: int, message: str, path: str = "", after: bytes = b"") -
         named = b"event: error\n"
     elif path == "/v1/responses":
         named = b"event: error\n"
-        error = {"type": "error", "code": "server_error", "message": message, "param": None}
+        # As it is documented, and with `error`, which makes OpenAI's clients raise: to a loop that
+        # looks for text only, the event would else be one that it does not know.
+        told = {"code": "server_error", "message": message, "param": None}
+        error = {"type": "error", **told, "error": {"type": "server_error", **told}}
         body = msgspec.json.encode(error)
     ended = not after or after.endswith((b"\n\n", b"\n\r\n"))
     return (b"" if ended else b"\n") + named + b"data: " + body + b"\n\n"
