@@ -81,6 +81,7 @@ def lost_before_the_read(servers: Servers, rng: random.Random, findings: Finding
     turn = first_turn(new(_PROMPT), _ANSWER, servers)
     prompt = turn.told + new(100)
     findings.equal("lease released", len(release(servers.decode, lease_ids(turn.answer))), 1)
+    reset_prefix_cache(servers.prefill)  # or P has the prompt by itself, and nothing to ask for
     before, read = decisions(servers.prefill), tokens_read(servers.prefill)
     offered = complete(servers.prefill, prompt, params=params_of(turn.answer))
     answer = complete(servers.decode, prompt, _ANSWER, params_of(offered), rank=servers.answer_rank)
