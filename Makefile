@@ -15,7 +15,7 @@ WHEEL_INPUTS := upstream.toml NOTICE $(shell find patches overlay tools/build -t
 PYTEST := PYTHONDONTWRITEBYTECODE=1 $(TEST_PY) -m pytest -q
 
 .PHONY: help demo wheel prove check-installed lint docs import refresh test test-fast test-full \
-	test-wheel test-patches test-connector test-upstream test-e2e fuzz bench-build bench-idle bench-proof bench-leases bench-router clean test-faults test-leases test-deploy
+	test-wheel test-patches test-connector test-upstream test-e2e fuzz bench-build bench-idle bench-proof bench-leases bench-router clean test-faults test-leases test-shapes test-deploy
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,7 +51,7 @@ test: $(TEST_ENV)/.made ## everything, CPU only
 	@$(MAKE) --no-print-directory lint test-fast test-connector
 	@$(MAKE) --no-print-directory -j2 --output-sync=target \
 		test-wheel test-patches test-upstream test-deploy
-	@$(MAKE) --no-print-directory test-e2e test-faults test-leases bench-smoke
+	@$(MAKE) --no-print-directory test-e2e test-faults test-leases test-shapes bench-smoke
 
 # 10,000 histories for each setting of P's cache; 6 groups of 34 conversations.
 test-full: export BIDIR_HISTORIES = 10000
@@ -92,6 +92,9 @@ test-faults: $(TEST_ENV)/.made ## engines that die, stand still or run out of me
 
 test-leases: $(TEST_ENV)/.made ## what D keeps, renewed and given back, on real engines
 	$(PYTEST) tests/leases
+
+test-shapes: $(TEST_ENV)/.made ## engines of several ranks, of different size, and several engines
+	$(PYTEST) tests/shapes
 
 demo: $(TEST_ENV)/.made ## a conversation over P, D and the router, feature off and on; no GPU
 	@$(TEST_PY) -m tools.demo
