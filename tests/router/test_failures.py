@@ -184,26 +184,6 @@ async def test_a_stream_that_begins_with_an_error_is_no_stream_where_nothing_els
     assert (status, json.loads(body)) == (500, ERROR)
 
 
-async def test_a_stream_that_only_ends_is_none_that_has_begun(setup: Setup) -> None:
-    """A completion of the base release that fails before its first token."""
-    broken = True
-
-    async def says_nothing(request: web.Request, body: dict[str, Any]) -> web.StreamResponse | None:
-        if not broken and "kv_transfer_params" not in body:
-            return None
-        response = await begin(request)
-        await response.write(event("[DONE]"))
-        return response
-
-    setup.decode[0].script = says_nothing
-    status, body = await setup.ask(stream=True)
-    assert status == 502 and b"without an answer" in body
-    broken = False
-    status, body = await setup.ask(stream=True)
-    assert (status, body) == (200, as_client_sees(d_params(4)))
-    assert setup.metric("bidir_router_decode_alone_total", reason="transfer_failed") == 1
-
-
 async def test_what_a_d_keeps_that_is_down_is_not_asked_for_until_it_is_back(
     make_setup: MakeSetup,
 ) -> None:

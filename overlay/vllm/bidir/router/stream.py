@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from vllm.bidir.router.errors import error_body
 from vllm.bidir.router.request import PARAMS
 
 # As a key, the word is followed by a plain quote; inside a JSON string both quotes are escaped,
@@ -15,7 +14,6 @@ from vllm.bidir.router.request import PARAMS
 _NEEDLE = b'"' + PARAMS.encode() + b'"'
 _DATA = b"data:"
 _ERROR = b'"error"'
-_DONE = b"[DONE]"
 _OPENINGS = (b'"delta":{"role":"assistant","content":""}', b'"type":"message_start"')
 _MAX_LINE = 64 << 20
 _ENCODER = msgspec.json.Encoder()
@@ -76,9 +74,6 @@ class StreamError:
     body: bytes
 
 
-_NOTHING = StreamError(502, error_body(502, "The decode node ended its stream without an answer."))
-
-
 def only_opens(first: bytes) -> bool:
     """Whether these bytes of a stream say no more than that somebody answers.
 
@@ -91,14 +86,11 @@ def only_opens(first: bytes) -> bool:
 def first_error(first: bytes) -> StreamError | None:
     """The error that a stream begins with, if it is the node's fault (5xx).
 
-    An engine answers 200 to a stream before it knows whether it can serve it. The base release ends
-    a completion that fails before its first token without a word.
+    An engine answers 200 to a stream before it knows whether it can serve it.
     """
-    if _ERROR not in first and _DONE not in first:
+    if _ERROR not in first:
         return None
     payloads = [payload for line in _split(first) if (payload := event_payload(line))]
-    if payloads and payloads[0] == _DONE:
-        return _NOTHING
     payload = payloads[1 if len(payloads) > 1 and only_opens(_DATA + payloads[0]) else 0]
     try:
         failed = _FAILED.decode(payload)
