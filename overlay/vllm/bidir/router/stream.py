@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from vllm.bidir.router.errors import error_body
 from vllm.bidir.router.request import PARAMS
 
 # As a key, the word is followed by a plain quote; inside a JSON string both quotes are escaped,
@@ -14,6 +15,7 @@ from vllm.bidir.router.request import PARAMS
 _NEEDLE = b'"' + PARAMS.encode() + b'"'
 _DATA = b"data:"
 _ERROR = b'"error"'
+_DONE = b"[DONE]"
 _OPENINGS = (b'"delta":{"role":"assistant","content":""}', b'"type":"message_start"')
 _MAX_LINE = 64 << 20
 _ENCODER = msgspec.json.Encoder()
@@ -86,12 +88,15 @@ def only_opens(first: bytes) -> bool:
 def first_error(first: bytes) -> StreamError | None:
     """The error that a stream begins with, if it is the node's fault (5xx).
 
-    An engine answers 200 to a stream before it knows whether it can serve it.
+    An engine answers 200 to a stream before it knows whether it can serve it. One of the base
+    release that then cannot ends it without a word.
     """
-    if _ERROR not in first:
+    if _ERROR not in first and _DONE not in first:
         return None
     payloads = [payload for line in _split(first) if (payload := event_payload(line))]
     payload = payloads[1 if len(payloads) > 1 and only_opens(_DATA + payloads[0]) else 0]
+    if payload == _DONE:
+        return StreamError(502, error_body(502, "The decode node has answered nothing."))
     try:
         failed = _FAILED.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
