@@ -7,8 +7,8 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import closing
 
-import aiohttp
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
@@ -28,6 +28,7 @@ from vllm.bidir.router.keys import Keys
 from vllm.bidir.router.leases import Ended, Leases
 from vllm.bidir.router.legs import Legs
 from vllm.bidir.router.metrics import Metrics
+from vllm.bidir.router.node_client import NodeClient
 from vllm.bidir.router.node_metrics import NodeGauges
 from vllm.bidir.router.options import RouterOptions
 from vllm.bidir.router.pool import Pool
@@ -35,17 +36,12 @@ from vllm.bidir.router.request import APIS
 from vllm.bidir.router.responses import Responses
 from vllm.bidir.router.side_calls import GET, POST, SideCalls
 from vllm.bidir.router.side_channels import SideChannels
-from vllm.bidir.router.sockets import node_socket
 from vllm.bidir.router.status import Sources, version
 from vllm.bidir.router.turn import Turns
 
 logger = logging.getLogger("vllm_bidir_router")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-# Below uvicorn's keep-alive in vLLM (5 s), so that we never write to a connection that the node
-# is closing.
-_KEEP_ALIVE_S = 4.0
 
 
 class Router:
@@ -108,21 +104,10 @@ class Router:
         self._turns: Turns | None = None
 
     async def lifespan(self, app: web.Application) -> AsyncIterator[None]:
-        """Open the client session, watch nodes come up, renew leases; end it all at the end."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.options.connect_timeout)
-        connector = aiohttp.TCPConnector(
-            limit=0,
-            keepalive_timeout=_KEEP_ALIVE_S,
-            ssl=self.options.security.engine_context(),
-            socket_factory=node_socket,
-        )
-        async with aiohttp.ClientSession(
-            connector=connector,
-            timeout=timeout,
-            auto_decompress=False,
-            headers={"Accept-Encoding": "identity"},
-        ) as session:
-            self._legs = Legs(session)
+        """Open the client, watch nodes come up, renew leases; end it all at the end."""
+        tls = self.options.security.engine_context()
+        with closing(NodeClient(self.options.connect_timeout, tls)) as client:
+            self._legs = Legs(client)
             side_channels = SideChannels(self.options.security.side_channels)
             for pool in (self.prefill, self.decode):
                 pool.watch(side_channels)

@@ -26,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         format="%(levelname)s %(asctime)s [router] %(message)s",
         datefmt="%m-%d %H:%M:%S",
     )
+    # The format has no use for them, and looking them up costs a fifth of a line.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     try:
         _serve(options)
     except TracingError as error:

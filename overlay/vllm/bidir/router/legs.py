@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
 import msgspec
 from vllm.bidir.reasons import Reason
 from vllm.bidir.router.headers import to_client
+from vllm.bidir.router.node_client import NodeClient
+from vllm.bidir.router.node_connection import Reply
 from vllm.bidir.router.nodes import Node
 from vllm.bidir.router.request import TurnRequest
 from vllm.bidir.router.reuse import prompt_tokens
@@ -27,7 +29,7 @@ FIRST_TURN: Mapping[str, Any] = {
     "remote_port": None,
 }
 
-Unreachable = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
+Unreachable = (asyncio.TimeoutError, OSError)
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,11 @@ class Answer:
     content_type: str
     body: bytes
     headers: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, reply: Reply, body: bytes) -> Answer:
+        """A reply whose body has been read."""
+        return cls(reply.status, reply.content_type, body, to_client(reply.headers))
 
 
 @dataclass(frozen=True)
@@ -54,25 +61,21 @@ class PrefillDone:
 
 
 class Legs:
-    """HTTP calls to nodes over one shared client session."""
+    """HTTP calls to nodes over one shared client."""
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
-        self._session = session
+    def __init__(self, client: NodeClient) -> None:
+        self._client = client
 
     async def prefill(
         self, node: Node, request: TurnRequest, params: Mapping[str, Any], headers: dict[str, str]
     ) -> PrefillDone | Answer:
         """Run the prefill leg on one node. An Answer is its refusal; Unreachable may be raised."""
         body = request.prefill_body(dict(params))
-        async with self._session.post(
-            node.url(request.path), data=body, headers=headers
-        ) as upstream:
-            whole = await upstream.read()
-            if upstream.status != 200:
-                sent = to_client(upstream.headers)
-                return Answer(upstream.status, upstream.content_type, whole, sent)
-        _, found = take_params(whole)
-        prompt, cached = prompt_tokens(whole)
+        answer = await self._whole(node, "POST", request.path, headers, body)
+        if answer.status != 200:
+            return answer
+        _, found = take_params(answer.body)
+        prompt, cached = prompt_tokens(answer.body)
         return PrefillDone(found, cached, prompt)
 
     async def decode(
@@ -81,31 +84,29 @@ class Legs:
         request: TurnRequest,
         params: dict[str, Any] | None,
         headers: dict[str, str],
-    ) -> aiohttp.ClientResponse:
-        """D's response to the client's own request; closing it ends the request on D as well."""
+    ) -> Reply:
+        """D's answer to the client's own request; closing it ends the request on D as well."""
         raw = None if params is None else msgspec.Raw(msgspec.json.encode(params))
         body = request.decode_body(raw)
-        return await self._session.post(node.url(request.path), data=body, headers=headers)
+        return await self._client.request(node.address, "POST", request.path, headers, body)
 
     async def get(self, node: Node, path: str, headers: dict[str, str]) -> Answer:
         """A plain GET, such as /v1/models or /health."""
-        async with self._session.get(node.url(path), headers=headers) as upstream:
-            return Answer(upstream.status, upstream.content_type, await upstream.read())
+        return await self._whole(node, "GET", path, headers)
 
     async def post(
         self, node: Node, path: str, body: bytes, headers: dict[str, str], timeout_s: float
     ) -> Answer:
         """A call beside the legs, answered whole within `timeout_s`."""
-        async with self._session.post(
-            node.url(path),
-            data=body,
-            headers=headers,
-            timeout=aiohttp.ClientTimeout(total=timeout_s),
-            # The nodes' key is for the nodes.
-            allow_redirects=False,
-        ) as upstream:
-            sent = to_client(upstream.headers)
-            return Answer(upstream.status, upstream.content_type, await upstream.read(), sent)
+        asking = self._whole(node, "POST", path, headers, body)
+        return await asyncio.wait_for(asking, timeout_s)
+
+    async def _whole(
+        self, node: Node, method: str, path: str, headers: dict[str, str], body: bytes = b""
+    ) -> Answer:
+        reply = await self._client.request(node.address, method, path, headers, body)
+        with closing(reply):
+            return Answer.of(reply, await reply.read())
 
 
 def read_back(params: dict[str, Any]) -> dict[str, Any]:

@@ -151,6 +151,12 @@ class ResponsesFilter(StreamFilter):
         super().__init__()
         self.said: Said | None = None
 
+    def has_found(self) -> bool:
+        return self.said is not None or super().has_found()
+
+    def passes(self, piece: bytes) -> bool:
+        return super().passes(piece) and not _ends(piece)
+
     def _concerns(self, data: bytes) -> bool:
         return _ends(data) or super()._concerns(data)
 

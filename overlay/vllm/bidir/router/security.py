@@ -49,10 +49,10 @@ class Security:
         context.load_cert_chain(*self.tls)
         return context
 
-    def engine_context(self) -> ssl.SSLContext | bool:
-        """TLS towards engines with an https address; True: the system's CAs. OSError as above."""
+    def engine_context(self) -> ssl.SSLContext | None:
+        """TLS towards engines with an https address; None: the system's CAs. OSError as above."""
         if self.engine_ca is None:
-            return True
+            return None
         return ssl.create_default_context(cafile=self.engine_ca)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 
-from aiohttp.connector import AddrInfoType
+from aiohappyeyeballs import AddrInfoType
 
 # Seconds of silence before the first probe and between probes, and how many may go unanswered.
 _IDLE_S, _BETWEEN_S, _PROBES = 10, 5, 3

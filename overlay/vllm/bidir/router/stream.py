@@ -12,7 +12,8 @@ from vllm.bidir.router.request import PARAMS
 
 # As a key, the word is followed by a plain quote; inside a JSON string both quotes are escaped,
 # so that no text of a model or a tool can be mistaken for it.
-_NEEDLE = b'"' + PARAMS.encode() + b'"'
+_WORD = PARAMS.encode()
+_NEEDLE = b'"' + _WORD + b'"'
 _DATA = b"data:"
 _ERROR = b'"error"'
 _DONE = b"[DONE]"
@@ -24,13 +25,24 @@ _ENCODER = msgspec.json.Encoder()
 class StreamFilter:
     """Feed D's bytes in any pieces; get back whole lines for the client, params taken out.
 
-    `params` is what D said last, None before. An event that carries the field is written anew
-    without it; all other lines are the very bytes that came in.
+    `params` is what D said last, None before and once it has been taken away. An event that carries
+    the field is written anew without it; all other lines are the very bytes that came in.
     """
 
     def __init__(self) -> None:
         self.params: dict[str, Any] | None = None
         self._rest = b""
+
+    def has_found(self) -> bool:
+        """Whether there is something that has not been taken away yet."""
+        return self.params is not None
+
+    def passes(self, piece: bytes) -> bool:
+        """Whether a piece may go out as it is: whole lines that have nothing to be looked into.
+
+        Nearly all are; what is not must be fed.
+        """
+        return _WORD not in piece and piece.endswith(b"\n") and not self._rest
 
     def feed(self, piece: bytes) -> bytes:
         """Bytes that may go out now; ValueError if a line never ends."""

@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
 from aiohttp import web
 from vllm.bidir.reasons import Reason
 from vllm.bidir.router.access import Access
 from vllm.bidir.router.ask import ask_of
 from vllm.bidir.router.body import read_body
+from vllm.bidir.router.client_stream import ClientGoneError, ClientStream
 from vllm.bidir.router.conversations import Conversations, KeptTurn, Key
 from vllm.bidir.router.draining import ANSWER_BEGUN
 from vllm.bidir.router.errors import ClientError, error_event
@@ -32,7 +32,9 @@ from vllm.bidir.router.legs import (
     why_nothing,
 )
 from vllm.bidir.router.metrics import Metrics
+from vllm.bidir.router.node_connection import AnswerError, Reply
 from vllm.bidir.router.nodes import Node
+from vllm.bidir.router.pass_through import PassThrough
 from vllm.bidir.router.policies import Ask
 from vllm.bidir.router.pool import Pool
 from vllm.bidir.router.progress import Progress
@@ -255,7 +257,7 @@ class Turns:
         except Unreachable as error:
             self._failed(turn, "decode", node, type(error).__name__)
             return None
-        async with upstream:
+        with closing(upstream):
             failed = _failure(upstream, first)
             if failed is None:
                 self._decode.succeeded(node)
@@ -281,8 +283,8 @@ class Turns:
 
     async def _open(
         self, turn: Turn, node: Node, params: dict[str, Any] | None
-    ) -> tuple[aiohttp.ClientResponse, bytes]:
-        """D's response with its first bytes, or with all of them where it is no stream.
+    ) -> tuple[Reply, bytes]:
+        """D's reply with its first bytes, or with all of them where it is no stream.
 
         Raises Unreachable for a failure before the first byte.
         """
@@ -293,82 +295,67 @@ class Turns:
                 whole = await upstream.read()
                 turn.progress.leg_ends(upstream.status)
                 return upstream, whole
-            first = await upstream.content.readany()
+            first = await upstream.read_some()
             if not first:
-                raise aiohttp.ServerDisconnectedError("a stream without a byte")
+                raise AnswerError("a stream without a byte")
             if only_opens(first):
-                first += await upstream.content.readany()
+                first += await upstream.read_some()
             return upstream, first
         except BaseException:
             # Whatever it is, such as a client that has gone: closing ends the request on D.
             upstream.close()
             raise
 
-    def _answer(
-        self, turn: Turn, node: Node, upstream: aiohttp.ClientResponse, whole: bytes
-    ) -> web.StreamResponse:
+    def _answer(self, turn: Turn, node: Node, upstream: Reply, whole: bytes) -> web.StreamResponse:
         body, found = take_params(whole)
         if upstream.status == 200:
             self._keep(turn, node, found)
             self._keep_response(turn, None if turn.asked is None else said_in(whole))
             turn.progress.answered(turn.reuse)
-        sent = to_client(upstream.headers)
-        return _whole(Answer(upstream.status, upstream.content_type, body, sent), turn)
+        return _whole(Answer.of(upstream, body), turn)
 
     async def _stream(
-        self,
-        http: web.Request,
-        turn: Turn,
-        node: Node,
-        upstream: aiohttp.ClientResponse,
-        first: bytes,
+        self, http: web.Request, turn: Turn, node: Node, upstream: Reply, first: bytes
     ) -> web.StreamResponse:
         turn.progress.stream_begins(turn.reuse)
-        response = web.StreamResponse(headers=_headers(turn))
-        response.content_type = _EVENT_STREAM
-        response.charset = "utf-8"
-        response.headers["Cache-Control"] = "no-cache"
         ANSWER_BEGUN.set(True)
-        await response.prepare(http)
+        client = await ClientStream.begin(http, _EVENT_STREAM, _headers(turn))
         # A client may go as soon as it has its answer, a moment before this is cancelled.
         with suppress(ConnectionResetError):
-            async for out in self._pass_through(turn, node, upstream, first):
-                await response.write(out)
-            await response.write_eof()
-        return response
+            await self._pass_through(client, turn, node, upstream, first)
+            await client.end()
+        return client.response
 
     async def _pass_through(
-        self, turn: Turn, node: Node, upstream: aiohttp.ClientResponse, first: bytes
-    ) -> AsyncIterator[bytes]:
+        self, client: ClientStream, turn: Turn, node: Node, upstream: Reply, first: bytes
+    ) -> None:
         """D's stream for the client. Its params are kept before the client sees its end."""
         taken = StreamFilter() if turn.asked is None else ResponsesFilter()
-        said = False
-        piece, sent = first, b""
+        kept = False
+
+        def note() -> None:
+            nonlocal kept
+            if taken.params is not None:
+                self._keep(turn, node, taken.params)
+                taken.params, kept = None, True
+            if isinstance(taken, ResponsesFilter):
+                self._keep_response(turn, taken.said)
+                taken.said = None
+
+        passing = PassThrough(upstream, taken, client, note)
         try:
-            while piece:
-                out = taken.feed(piece)
-                if taken.params is not None:
-                    self._keep(turn, node, taken.params)
-                    taken.params, said = None, True
-                if isinstance(taken, ResponsesFilter):
-                    self._keep_response(turn, taken.said)
-                    taken.said = None
-                if out:
-                    yield out
-                    sent = out
-                piece = await upstream.content.readany()
+            await passing.run(first)
+        except ClientGoneError:
+            raise  # nobody has failed
         except (*Unreachable, ValueError) as error:
             self._failed(turn, "decode", node, type(error).__name__)
             message = "The decode node failed in the middle of its answer."
-            yield error_event(502, message, turn.request.path, sent)
+            client.put(error_event(502, message, turn.request.path, passing.sent))
             return
-        out = taken.finish()
-        if isinstance(taken, ResponsesFilter):
-            self._keep_response(turn, taken.said)
-        if taken.params is not None or not said:
-            self._keep(turn, node, taken.params)
-        if out:
-            yield out
+        passing.finish()
+        note()
+        if not kept:
+            self._keep(turn, node, None)
         turn.progress.answered(turn.reuse)
 
     def _keep(self, turn: Turn, node: Node, params: dict[str, Any] | None) -> None:
@@ -418,11 +405,11 @@ class Turns:
         logger.warning("%s: %s leg failed on %s: %s", turn, leg, node.name, kind)
 
 
-def _is_stream(upstream: aiohttp.ClientResponse) -> bool:
+def _is_stream(upstream: Reply) -> bool:
     return upstream.status == 200 and upstream.content_type == _EVENT_STREAM
 
 
-def _failure(upstream: aiohttp.ClientResponse, first: bytes) -> Answer | None:
+def _failure(upstream: Reply, first: bytes) -> Answer | None:
     """What a node has said that has failed before its first byte: 5xx, or a stream that begins with
     such an error. None if it has not failed."""
     sent = to_client(upstream.headers)

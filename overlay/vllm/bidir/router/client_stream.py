@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client is sent of a stream: its head by aiohttp, the rest straight to its connection.
+
+aiohttp's own way to write awaits, for every event of a hundred bytes, what is hardly ever to be
+waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from aiohttp import HttpVersion11, web
+from aiohttp.abc import AbstractStreamWriter
+
+# A connection's own limit, above which its buffer is to be drained.
+_MAX_BUFFERED = 64 << 10
+
+
+class ClientGoneError(ConnectionResetError):
+    """Nobody is there to be sent anything."""
+
+
+class ClientStream:
+    """A response that has begun."""
+
+    def __init__(
+        self,
+        response: web.StreamResponse,
+        writer: AbstractStreamWriter,
+        transport: asyncio.Transport,
+    ) -> None:
+        self.response = response
+        self._writer = writer
+        self._transport = transport
+        self._chunked = response.chunked
+
+    @classmethod
+    async def begin(
+        cls, http: web.Request, content_type: str, headers: Mapping[str, str]
+    ) -> ClientStream:
+        """Send the head; ClientGoneError."""
+        response = web.StreamResponse(headers=headers)
+        response.content_type = content_type
+        response.charset = "utf-8"
+        response.headers["Cache-Control"] = "no-cache"
+        if http.version >= HttpVersion11:
+            response.enable_chunked_encoding()
+        writer = await response.prepare(http)
+        if writer is None or http.transport is None:
+            raise ClientGoneError
+        await writer.write(b"")  # aiohttp would keep the head for the first piece
+        return cls(response, writer, http.transport)
+
+    def put(self, piece: bytes) -> bool:
+        """Send it; False where the client reads more slowly than this writes: `drain` first.
+
+        Not nothing: that would be the end of the stream.
+        """
+        transport = self._transport
+        if transport.is_closing():
+            return False
+        transport.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece)
+        return transport.get_write_buffer_size() <= _MAX_BUFFERED
+
+    async def drain(self) -> None:
+        """Wait until the client has read; ClientGoneError."""
+        if self._transport.is_closing():
+            raise ClientGoneError
+        await self._writer.drain()
+
+    async def end(self) -> None:
+        await self.response.write_eof()

@@ -1,0 +1,222 @@
+"""Requests to nodes: what they may answer, in which pieces, and over which connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, closing
+
+import pytest
+from vllm.bidir.router.address import Address
+from vllm.bidir.router.names import Names
+from vllm.bidir.router.node_client import NodeClient
+from vllm.bidir.router.node_connection import AnswerError
+
+OK = b"HTTP/1.1 200 OK\r\n"
+SIZED = OK + b"content-length: 5\r\n\r\nhello"
+CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n3;x=y\r\nhel\r\n2\r\nlo\r\n0\r\nt: u\r\n\r\n"
+UNTIL_CLOSED = OK + b"\r\nhello"
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+class Node:
+    """Answers every request with the same bytes, one by one if asked to, and then may close."""
+
+    def __init__(self, answer: bytes, in_pieces: bool = False, closes: bool = False) -> None:
+        self.answer = answer
+        self.in_pieces = in_pieces
+        self.closes = closes
+        self.connections = 0
+        self.asked: list[bytes] = []
+        self.left = asyncio.Event()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                self.asked.append(head)
+                size = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0] or 0)
+                await reader.readexactly(size)
+                pieces = [self.answer]
+                if self.in_pieces:
+                    pieces = [self.answer[at : at + 1] for at in range(len(self.answer))]
+                for piece in pieces:
+                    writer.write(piece)
+                    await writer.drain()
+                    await asyncio.sleep(0)
+                if self.closes:
+                    return
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.left.set()
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def started(node: Node) -> AsyncIterator[Address]:
+    server = await asyncio.start_server(node.serve, "127.0.0.1", 0)
+    try:
+        yield Address("127.0.0.1", server.sockets[0].getsockname()[1])
+    finally:
+        server.close()
+
+
+async def ask(client: NodeClient, address: Address) -> bytes:
+    reply = await client.request(address, "POST", "/", {}, b"{}")
+    with closing(reply):
+        return await reply.read()
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+@pytest.mark.parametrize("answer", [SIZED, CHUNKED, b"HTTP/1.1 100 Continue\r\n\r\n" + SIZED])
+async def test_an_answer_is_read_whole_and_its_connection_used_again(
+    answer: bytes, in_pieces: bool
+) -> None:
+    node = Node(answer, in_pieces)
+    async with started(node) as address:
+        with closing(NodeClient(5)) as client:
+            assert [await ask(client, address) for _ in range(3)] == [b"hello"] * 3
+    assert node.connections == 1
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+async def test_an_answer_without_a_length_ends_with_its_connection(in_pieces: bool) -> None:
+    node = Node(UNTIL_CLOSED, in_pieces, closes=True)
+    async with started(node) as address:
+        with closing(NodeClient(5)) as client:
+            assert [await ask(client, address) for _ in range(2)] == [b"hello"] * 2
+    assert node.connections == 2
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [SIZED + SIZED, SIZED + b"x", SIZED.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")],
+)
+async def test_what_comes_after_an_answer_is_nobodys(answer: bytes) -> None:
+    """Else one client would be given what was meant for another."""
+    node = Node(answer)
+    async with started(node) as address:
+        with closing(NodeClient(5)) as client:
+            assert [await ask(client, address) for _ in range(2)] == [b"hello"] * 2
+    assert node.connections == 2
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"HTTP/1.1 200",
+        OK + b"content-length: 6\r\n\r\nhello",
+        CHUNKED[:-5],
+        b"HELLO\r\n\r\n",
+        OK + b"content-length: 5\r\ncontent-length: 6\r\n\r\nhello",
+        OK + b"transfer-encoding: chunked\r\n\r\nfive\r\nhello\r\n0\r\n\r\n",
+        b"HTTP/1.1 101 Switching\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\nhello",
+    ],
+)
+@pytest.mark.parametrize("in_pieces", [False, True])
+async def test_a_broken_answer_is_an_error(answer: bytes, in_pieces: bool) -> None:
+    async with started(Node(answer, in_pieces, closes=True)) as address:
+        with closing(NodeClient(5)) as client, pytest.raises(AnswerError):
+            await ask(client, address)
+
+
+@pytest.mark.parametrize("where", ["head", "trailer"])
+async def test_header_fields_without_end_are_refused(where: str) -> None:
+    begin = OK if where == "head" else CHUNKED[:-4]
+    node = Node(begin + b"x: " + b"y" * 2_000_000)
+    async with started(node) as address:
+        with closing(NodeClient(5)) as client, pytest.raises(AnswerError, match="65536 bytes"):
+            await ask(client, address)
+
+
+async def test_a_node_that_is_not_there_is_an_error() -> None:
+    async with started(Node(SIZED)) as address:
+        pass
+    with closing(NodeClient(5)) as client, pytest.raises(ConnectionError):
+        await ask(client, address)
+
+
+async def test_a_redirect_is_an_answer_like_any_other() -> None:
+    """The nodes' key is for the nodes."""
+    node = Node(b"HTTP/1.1 307 Gone\r\nLocation: http://127.0.0.1:9/\r\ncontent-length: 0\r\n\r\n")
+    async with started(node) as address:
+        with closing(NodeClient(5)) as client:
+            reply = await client.request(address, "POST", "/", {})
+    assert reply.status == 307
+
+
+@pytest.mark.parametrize("value", ["a\r\nb: c", "a\nb", "a\rb", "a\0b"])
+async def test_a_header_cannot_bring_another_with_it(value: str) -> None:
+    with closing(NodeClient(5)) as client, pytest.raises(ValueError, match="line end"):
+        await client.request(Address("127.0.0.1", 9), "GET", "/", {"X-Request-Id": value})
+
+
+async def test_who_stops_taking_is_given_the_rest_later() -> None:
+    node = Node(CHUNKED, in_pieces=True)
+    async with started(node) as address:
+        with closing(NodeClient(5)) as client:
+            reply = await client.request(address, "POST", "/", {})
+            taken: list[bytes] = []
+
+            def take(piece: bytes) -> bool:
+                taken.append(piece)
+                return len(taken) % 2 == 0
+
+            calls = 1
+            while not await reply.relay(take):
+                calls += 1
+    assert b"".join(taken) == b"hello"
+    assert calls > 1
+
+
+async def test_what_goes_wrong_in_taking_comes_out_where_it_was_asked_for() -> None:
+    node = Node(CHUNKED, in_pieces=True)
+    async with started(node) as address:
+        with closing(NodeClient(5)) as client:
+            reply = await client.request(address, "POST", "/", {})
+
+            def take(piece: bytes) -> bool:
+                raise ValueError("too long")
+
+            with pytest.raises(ValueError, match="too long"):
+                await reply.relay(take)
+            reply.close()
+            await asyncio.wait_for(node.left.wait(), 5)
+
+
+async def test_a_connection_that_comes_too_late_is_not_left_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    never = asyncio.Event()
+
+    async def find(self: Names, host: str, port: int) -> list[object]:
+        await never.wait()
+        return []
+
+    monkeypatch.setattr(Names, "find", find)
+    with closing(NodeClient(0.05)) as client, pytest.raises(asyncio.TimeoutError):
+        await ask(client, Address("127.0.0.1", 9))
+
+
+async def test_names_are_looked_up_once_for_many_and_anew_after_a_failure() -> None:
+    names = Names()
+    loop = asyncio.get_running_loop()
+    asked: list[str] = []
+    known = False
+
+    async def getaddrinfo(host: str, port: int, **more: object) -> list[tuple[object, ...]]:
+        asked.append(host)
+        await asyncio.sleep(0)
+        if not known:
+            raise OSError("no such name")
+        return [(2, 1, 6, "", ("127.0.0.1", port))]
+
+    loop.getaddrinfo = getaddrinfo  # type: ignore[method-assign, assignment]
+    found = await asyncio.gather(*(names.find("d", 1) for _ in range(5)), return_exceptions=True)
+    assert [type(one) for one in found] == [OSError] * 5 and asked == ["d"]
+    known = True
+    assert len(await asyncio.gather(*(names.find("d", 1) for _ in range(5)))) == 5
+    assert await names.find("d", 1) and asked == ["d", "d"]
