@@ -110,6 +110,7 @@ class FakeEngine:
             return web.json_response({"choices": [choice], "kv_transfer_params": P_PARAMS})
         number = len(self.asked)
         params = d_params(number) | self.leases.terms(number)
+        self.leases.note(params)
         if not body.get("stream"):
             choice = {"index": 0, "text": "hello", "finish_reason": "stop", "tool_calls": [1]}
             whole = {

@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from vllm.bidir.router import openapi, policies, status_page, trace_options
 from vllm.bidir.router.access import Access
 from vllm.bidir.router.checks import HealthChecks
-from vllm.bidir.router.conversations import Conversations, conversation_key
+from vllm.bidir.router.conversations import Bounds, Conversations, conversation_key
 from vllm.bidir.router.discovery import Discovery, NodeList
 from vllm.bidir.router.draining import Draining
 from vllm.bidir.router.errors import ClientError
@@ -31,6 +31,7 @@ from vllm.bidir.router.metrics import Metrics
 from vllm.bidir.router.node_metrics import NodeGauges
 from vllm.bidir.router.options import RouterOptions
 from vllm.bidir.router.pool import Pool
+from vllm.bidir.router.recall import Recall
 from vllm.bidir.router.request import APIS
 from vllm.bidir.router.responses import Responses
 from vllm.bidir.router.side_calls import GET, POST, SideCalls
@@ -83,18 +84,19 @@ class Router:
             self.metrics,
         )
         self.leases = Leases(self.metrics)
-        self.conversations = Conversations(
+        bounds = Bounds(
             options.max_conversations,
+            options.max_kept_params,
             options.conversation_ttl,
             options.conversation_idle_timeout,
-            self.leases,
-            time.monotonic,
         )
+        self.conversations = Conversations(bounds, self.leases, time.monotonic)
         # Two for each conversation: its last turn, and one more to which a fork may go back.
         self.identities = Identities(2 * options.max_conversations)
         self.responses = Responses(options.security.max_stored_responses, options.max_body)
         self.metrics.leases.set_function(lambda: len(self.leases))
         self.metrics.conversations.set_function(lambda: len(self.conversations))
+        self.metrics.params_bytes.set_function(lambda: self.conversations.params_bytes)
         self._sources = Sources(
             self.draining,
             (self.prefill, self.decode),
@@ -126,6 +128,13 @@ class Router:
             side_channels = SideChannels(self.options.security.side_channels)
             for pool in (self.prefill, self.decode):
                 pool.watch(side_channels)
+            recall = Recall(
+                self._legs,
+                self.decode.named,
+                side_channels,
+                self.metrics,
+                self.keys,
+            )
             self._turns = Turns(
                 self._legs,
                 self.prefill,
@@ -136,6 +145,7 @@ class Router:
                 self.identities,
                 self.responses,
                 side_channels,
+                recall,
             )
             heartbeat = Heartbeat(
                 self._legs,

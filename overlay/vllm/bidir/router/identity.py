@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-from vllm.bidir.router.conversations import Key, conversation_key
+from vllm.bidir.router.conversations import DIGEST_BYTES, Key, conversation_key
 from vllm.bidir.router.errors import ClientError
+from vllm.bidir.router.recent import Recent
 from vllm.bidir.router.request import MAX_ID, TurnRequest
 
 # In this order. Which agent sends which: docs/router.md.
@@ -48,19 +49,17 @@ _ONE_TEXT = re.compile(
 )
 
 
-@dataclass(eq=False)
-class Line:
+class Line(msgspec.Struct, eq=False, gc=False):
     """Turns of which each continues the one before.
 
     `key`: where the last one is kept. `tip`: the digest of its messages. `forks`: of a named
     conversation's first line, the others. `over`: ended, nothing links to it any more.
     """
 
-    __slots__ = ("forks", "key", "over", "tip")
     key: Key
     tip: bytes
-    forks: list[Line] | None
-    over: bool
+    forks: list[Line] | None = None
+    over: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,9 +90,8 @@ class Identities:
     """The lines of all conversations, found by digests of their messages; at most `limit`."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        # By digest of messages, and by the key of a named conversation; the oldest first.
-        self._lines: dict[bytes, Line] = {}
+        # By digest of messages, and by the key of a named conversation.
+        self._lines: Recent[bytes, Line] = Recent(limit)
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -145,7 +143,7 @@ class Identities:
 
     def end_named(self, root: Key) -> list[Key]:
         """The same for a named conversation."""
-        first = self._lines.pop(root, None)
+        first = self._lines.pop(root)
         if first is None:
             return [root]
         lines = [first, *(first.forks or ())]
@@ -166,13 +164,13 @@ class Identities:
 
     def _new_line(self, place: Place, whole: bytes) -> tuple[Line, list[Key]]:
         if place.root is None:
-            return Line(whole if place.line is None else _fork(whole), whole, None, False), []
+            return Line(whole if place.line is None else _fork(whole), whole), []
         first = self._alive(place.root)
         if first is None:
-            first = Line(place.root, whole, None, False)
+            first = Line(place.root, whole)
             self._set(place.root, first)
             return first, []
-        line = Line(_fork(whole), whole, None, False)
+        line = Line(_fork(whole), whole)
         first.forks = first.forks or []
         first.forks.append(line)
         if len(first.forks) <= _MOST_FORKS:
@@ -186,10 +184,9 @@ class Identities:
         return None if line is None or line.over else line
 
     def _set(self, digest: bytes, line: Line) -> None:
-        self._lines.pop(digest, None)
-        self._lines[digest] = line
-        if len(self._lines) > self._limit:
-            del self._lines[next(iter(self._lines))]
+        self._lines.set(digest, line)
+        for old in self._lines.excess():
+            self._lines.pop(old)
 
 
 def _named(request: TurnRequest, headers: Mapping[str, str]) -> tuple[str | None, str]:
@@ -231,7 +228,7 @@ def _digests(
     seed: bytes, request: TurnRequest, messages: Sequence[msgspec.Raw | bytes]
 ) -> list[bytes]:
     """For each number of messages from the first on, a digest of them."""
-    rolling = hashlib.blake2b(seed, digest_size=16)
+    rolling = hashlib.blake2b(seed, digest_size=DIGEST_BYTES)
     # Nothing is ever reused across these two.
     for name in ("model", "cache_salt"):
         _add(rolling, bytes(request.fields.get(name, b"")))
@@ -250,4 +247,4 @@ def _add(rolling: hashlib.blake2b, data: msgspec.Raw | bytes) -> None:
 
 def _fork(whole: bytes) -> Key:
     """A key for the line that begins here; `whole` itself may be that of another."""
-    return hashlib.blake2b(whole, digest_size=16, person=b"fork").digest()
+    return hashlib.blake2b(whole, digest_size=DIGEST_BYTES, person=b"fork").digest()

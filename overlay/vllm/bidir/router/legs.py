@@ -89,7 +89,12 @@ class Legs:
 
     async def get(self, node: Node, path: str, headers: dict[str, str]) -> Answer:
         """A plain GET, such as /v1/models or /health."""
-        async with self._session.get(node.url(path), headers=headers) as upstream:
+        async with self._session.get(
+            node.url(path),
+            headers=headers,
+            # The nodes' key is for the nodes.
+            allow_redirects=False,
+        ) as upstream:
             return Answer(upstream.status, upstream.content_type, await upstream.read())
 
     async def post(

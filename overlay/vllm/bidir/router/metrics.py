@@ -140,6 +140,18 @@ class Metrics:
             "Conversations whose last turn is remembered.",
             registry=self.registry,
         )
+        self.params_bytes = Gauge(
+            "bidir_router_params_bytes",
+            "Memory that the kv_transfer_params at hand take (--max-kept-params).",
+            registry=self.registry,
+        )
+        self._recalled = Counter(
+            "bidir_router_params_asked",
+            "Turns for which the decode node was asked for the params of the turn before, since "
+            "they were not at hand, by outcome (found, or why not).",
+            ["outcome"],
+            registry=self.registry,
+        )
         self.leases = Gauge(
             "bidir_router_leases",
             "Leases of decode nodes that are being renewed.",
@@ -235,6 +247,9 @@ class Metrics:
         """`source`: "file", or the name that cannot be resolved."""
         self._node_list_errors.inc()
         self.last_errors.note("node list", source, "not usable")
+
+    def recalled(self, outcome: str) -> None:
+        self._recalled.labels(outcome).inc()
 
     def released(self, reason: str) -> None:
         self._released.labels(reason).inc()

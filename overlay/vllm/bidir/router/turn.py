@@ -15,7 +15,7 @@ from vllm.bidir.reasons import Reason
 from vllm.bidir.router.access import Access
 from vllm.bidir.router.ask import ask_of
 from vllm.bidir.router.body import read_body
-from vllm.bidir.router.conversations import Conversations, KeptTurn, Key
+from vllm.bidir.router.conversations import Conversations, Key
 from vllm.bidir.router.draining import ANSWER_BEGUN
 from vllm.bidir.router.errors import ClientError, error_event
 from vllm.bidir.router.headers import REQUEST_ID, request_id, to_client, to_engine
@@ -36,6 +36,8 @@ from vllm.bidir.router.nodes import Node
 from vllm.bidir.router.policies import Ask
 from vllm.bidir.router.pool import Pool
 from vllm.bidir.router.progress import Progress
+from vllm.bidir.router.recall import Recall
+from vllm.bidir.router.record import KeptTurn
 from vllm.bidir.router.request import (
     END_HEADER,
     TurnRequest,
@@ -54,21 +56,22 @@ logger = logging.getLogger("vllm_bidir_router")
 _EVENT_STREAM = "text/event-stream"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Turn:
     """One turn under way. `place` is None for a request without a conversation.
 
-    `last`: the client has said that no turn follows. `asked`: what to keep of it as a response.
+    `kept`: the turn before, with its params. `last`: the client has said that no turn follows.
+    `asked`: what to keep of it as a response.
     """
 
     request: TurnRequest
     headers: dict[str, str]
     request_id: str
     place: Place | None
-    kept: KeptTurn | None
     last: bool
     asked: Asked | None
     progress: Progress
+    kept: KeptTurn | None = None
     reuse: Reuse = field(default_factory=Reuse)
 
     @property
@@ -96,6 +99,7 @@ class Turns:
         identities: Identities,
         responses: Responses,
         side_channels: SideChannels,
+        recall: Recall,
     ) -> None:
         self._legs = legs
         self._prefill = prefill
@@ -106,6 +110,7 @@ class Turns:
         self._identities = identities
         self._responses = responses
         self._side_channels = side_channels
+        self._recall = recall
 
     async def serve(self, http: web.Request) -> web.StreamResponse:
         """Answer one client; ClientError is the caller's to turn into a response."""
@@ -114,6 +119,7 @@ class Turns:
         request = parse_request(http.path, body)
         turn = self._identify(http, request, progress)
         with self._conversations.under_way(turn.key, turn):
+            await self._recall_kept(turn)
             return await self._both_legs(http, turn)
 
     async def _both_legs(self, http: web.Request, turn: Turn) -> web.StreamResponse:
@@ -138,31 +144,45 @@ class Turns:
         named = request_id(http.headers)
         headers = to_engine(http.headers, self._access.authorization(http.headers))
         headers |= {REQUEST_ID: named, "Content-Type": "application/json"}
-        kept, reason = None, Reason.NO_CONVERSATION
         tenant = self._access.tenant(http.headers)
         request, asked = self._responses.expand(tenant, request)
         place = self._identities.find(tenant, request, http.headers)
         self._metrics.identified("none" if place is None else place.by)
-        if place is not None:
-            found = self._conversations.get(place.key)
-            if not isinstance(found, KeptTurn):
-                reason = found
-            elif self._decode.is_down(found.node):
-                # P would wait for it in vain. What it keeps is remembered: it may come back.
-                reason = Reason.PEER_GONE
-            else:
-                kept = found
-        turn = Turn(request, headers, named, place, kept, last, asked, progress)
-        turn.reuse.reason = None if kept is not None else reason
+        turn = Turn(request, headers, named, place, last, asked, progress)
         progress.about(request, turn.reuse)
-        if request.bypass is None:
-            if kept is not None:
-                self._metrics.hit()
-                logger.info("%s: cache HIT (%s)", turn, kept.node)
-            else:
-                self._metrics.miss(reason)
-                logger.info("%s: cache MISS (%s)", turn, reason)
         return turn
+
+    async def _recall_kept(self, turn: Turn) -> None:
+        """Find what is kept of the turn before, or why nothing is."""
+        found: KeptTurn | Reason = Reason.NO_CONVERSATION
+        if turn.key is not None:
+            found = self._conversations.get(turn.key)
+            if isinstance(found, KeptTurn):
+                if self._decode.is_down(found.node):
+                    # P would wait for it in vain. What it keeps is remembered: it may come back.
+                    found = Reason.PEER_GONE
+                elif found.encoded is None:
+                    found = await self._ask_for_params(turn.key, found)
+        if isinstance(found, KeptTurn):
+            turn.kept = found
+        turn.reuse.reason = found if isinstance(found, Reason) else None
+        if turn.request.bypass is not None:
+            return
+        if isinstance(found, KeptTurn):
+            self._metrics.hit()
+            logger.info("%s: cache HIT (%s)", turn, found.node)
+        else:
+            self._metrics.miss(found)
+            logger.info("%s: cache MISS (%s)", turn, found)
+
+    async def _ask_for_params(self, key: Key, kept: KeptTurn) -> KeptTurn | Reason:
+        """The same turn with its params, or why D does not tell them."""
+        told = await self._recall.params(kept)
+        if isinstance(told, KeptTurn):
+            self._conversations.put_params(key, told)
+        elif told is Reason.EXPIRED and kept.lease_id is not None:
+            self._conversations.lost(key, kept.lease_id)
+        return told
 
     async def _prefill_leg(self, turn: Turn, ask: Ask) -> PrefillDone | Answer:
         """P's params, or a refusal that the client must see; without any P, no params."""
