@@ -37,7 +37,9 @@ def test_an_entry_ends_with_its_time() -> None:
     kept = Conversations(bounds(10), leases(), clock)
     kept.put(b"a", {"x": 1}, "node")
     clock.now = 4.9
-    assert kept.get(b"a") == KeptTurn("node", b'{"x":1}', expires=5.0)
+    found = kept.get(b"a")
+    assert isinstance(found, KeptTurn) and found.params == {"x": 1}
+    assert (found.node, found.expires, found.lease_id) == ("node", 5.0, None)
     clock.now = 5.0
     assert kept.get(b"a") is Reason.EXPIRED
     assert kept.get(b"a") is Reason.FIRST_TURN
@@ -85,7 +87,7 @@ def test_a_turn_with_a_lease_lives_until_its_conversation_is_idle() -> None:
     assert len(held) == 2
     kept.end_idle("n")
     assert isinstance(kept.get(b"a"), KeptTurn) and kept.get(b"b") is Reason.EXPIRED
-    assert held.of("n").take_ended() == [lease_id(2)]
+    assert list(held.of("n").take_ended()) == [lease_id(2)]
 
 
 def test_a_conversation_is_not_idle_while_a_turn_is_under_way() -> None:
@@ -109,7 +111,7 @@ def test_who_evicts_a_turn_gives_its_lease_back() -> None:
     kept = Conversations(bounds(1), held, Clock())
     kept.put(b"a", leased(1), "n")
     kept.put(b"b", leased(2), "node")
-    assert held.of("n").take_ended() == [lease_id(1)] and len(held) == 1
+    assert list(held.of("n").take_ended()) == [lease_id(1)] and len(held) == 1
 
 
 def test_a_turn_of_a_conversation_that_was_forgotten_has_none() -> None:
@@ -130,7 +132,7 @@ def test_two_conversations_that_name_one_lease_do_not_disturb_each_other() -> No
     for key in (b"a", b"b"):
         kept.put(key, leased(1), "n")
     assert kept.forget(b"b", Ended.DELETED)
-    assert held.of("n").take_ended() == [lease_id(1)]
+    assert list(held.of("n").take_ended()) == [lease_id(1)]
     assert len(held) == 1 and isinstance(kept.get(b"a"), KeptTurn)
     assert kept.lost(b"a", lease_id(1)) and kept.get(b"a") is Reason.EXPIRED
     assert len(held) == 0
@@ -143,7 +145,7 @@ def test_a_turn_that_is_told_of_twice_keeps_its_lease() -> None:
         kept.put(b"a", leased(1), "n")
     assert len(held) == 1 and not held.of("n").ended
     kept.put(b"a", {}, "n")
-    assert len(held) == 0 and held.of("n").take_ended() == [lease_id(1)]
+    assert len(held) == 0 and list(held.of("n").take_ended()) == [lease_id(1)]
 
 
 def test_keys_of_different_tenants_never_meet() -> None:

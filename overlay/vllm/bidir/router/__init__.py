@@ -12,6 +12,9 @@ One turn, and the module that each step lives in:
    in little memory, and ask D for what had to go               `record`, `kept_params`, `recall`
 7. renew D's lease, give it back when nobody needs it           `leases`, `heartbeat`
 
+What several routers share is a `state`: `shared` and `shared_lines` bring it in and tell it, in the
+form that `shared_wire` writes and checks, over a `redis_link` that never keeps a turn waiting.
+
 Which nodes there are `discovery` knows, by flags, a file or DNS; how they are, `checks` and
 `health`; a turn has a `seat` on one, and waits in a `queue` where all are full.
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -42,7 +43,7 @@ class Bounds:
     """
 
     conversations: int = 100_000
-    params: int = 16 << 20
+    params: int = 8 << 20
     ttl: float = 450.0
     idle_timeout: float = 600.0
 
@@ -131,6 +132,14 @@ class Conversations:
             "seconds_left": None if leased else round(left, 1),
         }
 
+    def left(self, expires: float) -> float:
+        """Seconds until a turn without a lease ends."""
+        return min(max(expires - self._clock(), 0.0), self._bounds.ttl)
+
+    def until(self, left: float) -> float:
+        """When a turn ends that has so many seconds left, as somebody else says."""
+        return self._clock() + min(max(left, 0.0), self._bounds.ttl)
+
     def lease_ids(self, keys: Iterable[Key]) -> dict[str, Key]:
         """Of these conversations the leases that are to be renewed, and whose each is."""
         turns = ((key, self._turn(key)) for key in keys)
@@ -150,14 +159,15 @@ class Conversations:
             terms.renewed_s,
             self._clock() + self._bounds.ttl,
             _tokens(params),
+            self._next_stamp(key),
         )
         self._set(key, turn)
 
     def put_nothing(self, key: Key, reason: Reason) -> None:
         """A turn has ended and left no KV, and why; what an earlier one has left stays."""
-        before = self._kept.get(key)
-        if isinstance(before, bytes):
-            self._kept.set(key, before)
+        before = self.look(key)
+        if isinstance(before, KeptTurn):
+            self._set(key, replace(before, stamp=self._next_stamp(key)))
         else:
             self._kept.set(key, reason)
             self._evict()
@@ -178,6 +188,24 @@ class Conversations:
         now = self._turn(key)
         if now is not None and now.lease_id == turn.lease_id and turn.encoded is not None:
             self._params.set(key, turn.encoded)
+
+    def look(self, key: Key) -> KeptTurn | Reason | None:
+        """What is kept, with its params if they are at hand. Looking is no use of it."""
+        kept = self._kept.get(key)
+        if not isinstance(kept, bytes):
+            return kept
+        return replace(self._records.unpack(kept), encoded=self._params.look(key))
+
+    def adopt(self, key: Key, turn: KeptTurn | Reason) -> None:
+        """Another router has kept this. What was kept here before is that router's to give back."""
+        before = self._drop(key)
+        if isinstance(turn, Reason):
+            self._kept.set(key, turn)
+            self._evict()
+            return
+        if turn.renewed_s is None and before is None and turn.expires <= self._clock():
+            return
+        self._set(key, turn)
 
     def forget(self, key: Key, why: Ended) -> bool:
         """The conversation is over, turns under way leave nothing; False if it is not known."""
@@ -219,6 +247,10 @@ class Conversations:
         record = self._kept.get(key)
         return self._records.unpack(record) if isinstance(record, bytes) else None
 
+    def _next_stamp(self, key: Key) -> int:
+        before = self._turn(key)
+        return max(int(time.time()), 0 if before is None else before.stamp + 1)
+
     def _touch(self, key: Key) -> None:
         record = self._kept.get(key)
         if not isinstance(record, bytes):
@@ -236,7 +268,7 @@ class Conversations:
         if turn.renewed_s is not None:
             self._leases.of(turn.node).begin(key, turn.renewed_s)
         if before is not None and before.lease_id != turn.lease_id:
-            self._return(before, Ended.SUPERSEDED)
+            self._return(key, before, Ended.SUPERSEDED)
         self._evict()
 
     def _evict(self) -> None:
@@ -246,7 +278,7 @@ class Conversations:
     def _end(self, key: Key, why: Ended) -> None:
         turn = self._drop(key)
         if turn is not None:
-            self._return(turn, why)
+            self._return(key, turn, why)
 
     def _expire(self, key: Key, why: Ended | None = None, reason: Reason = Reason.EXPIRED) -> None:
         """The conversation stays, its turn goes; with `why` its lease is given back."""
@@ -254,7 +286,7 @@ class Conversations:
         assert turn is not None  # the caller has seen it
         self._kept.replace(key, reason)
         if why is not None:
-            self._return(turn, why)
+            self._return(key, turn, why)
 
     def _drop(self, key: Key) -> KeptTurn | None:
         """Take an entry out; its turn, whose lease is nobody's now."""
@@ -274,13 +306,13 @@ class Conversations:
             self._leases.of(turn.node).end(key, turn.renewed_s)
         return turn
 
-    def _return(self, turn: KeptTurn, why: Ended) -> None:
+    def _return(self, key: Key | None, turn: KeptTurn, why: Ended) -> None:
         if turn.renewed_s is not None and turn.lease_id is not None:
-            self._leases.give_back(turn.node, turn.lease_id, why)
+            self._leases.give_back(turn.node, turn.lease_id, why, key)
 
     def _give_back(self, params: dict[str, Any], node: str, why: Ended) -> None:
         terms = terms_of(params)
-        self._return(KeptTurn(node, None, terms.lease_id, terms.renewed_s), why)
+        self._return(None, KeptTurn(node, None, terms.lease_id, terms.renewed_s), why)
 
 
 def _tokens(params: dict[str, Any]) -> int:

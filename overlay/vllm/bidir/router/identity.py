@@ -63,6 +63,16 @@ class Line(msgspec.Struct, eq=False, gc=False):
 
 
 @dataclass(frozen=True)
+class Trace:
+    """What a request says of where it belongs: `root`, the key of the conversation that it names,
+    `by` what; and `chain`, for each number of its messages from the first on a digest of them."""
+
+    by: str
+    root: Key | None
+    chain: Sequence[bytes] = ()
+
+
+@dataclass(frozen=True)
 class Place:
     """Where a request belongs. `key`: where its parent is kept, the last turn of its line.
 
@@ -98,17 +108,50 @@ class Identities:
 
     def find(self, tenant: str, request: TurnRequest, headers: Mapping[str, str]) -> Place | None:
         """Where a request belongs; None if nothing says so. ClientError 400 for an unusable id."""
-        name, by = _named(request, headers)
-        root = None if name is None else conversation_key(tenant, name)
-        messages = _messages(request.history)
-        if not messages:
+        return self.place(trace(tenant, request, headers))
+
+    def place(self, trace: Trace) -> Place | None:
+        """The same of what has been read of it already."""
+        by, root, chain = trace.by, trace.root, trace.chain
+        if not chain:
             return None if root is None else Place(root, by, root)
-        chain = _digests(root or conversation_key(tenant, ""), request, messages)
         for digest in reversed(chain):
             line = self._alive(digest)
             if line is not None:
                 return Place(line.key, by, root, line, digest, chain[-1])
         return Place(root or chain[-1], by, root, whole=chain[-1])
+
+    def adopt(self, key: Key, root: Key | None, tip: bytes, digests: Sequence[bytes] = ()) -> None:
+        """Another router has gone on with this line, up to the messages of `tip`.
+
+        It has been found by `digests` of earlier ones as well.
+        """
+        known = (self._alive(digest) for digest in (key, tip, *digests))
+        line = next((one for one in known if one is not None and one.key == key), None)
+        first = None if root is None else self._alive(root)
+        if line is None and first is not None:
+            line = next((one for one in first.forks or () if one.key == key), None)
+        if line is None:
+            line = Line(key, tip)
+        line.tip = tip
+        for digest in (*digests, tip):
+            self._set(digest, line)
+        if key == root:
+            self._set(key, line)
+        elif root is not None:
+            first = first or Line(root, b"")
+            self._set(root, first)
+            first.forks = first.forks or []
+            if line not in first.forks:
+                first.forks.append(line)
+                del first.forks[:-_MOST_FORKS]
+
+    def part(self, place: Place) -> None:
+        """Another router was the first to go on from here: this turn is a line of its own."""
+        if place.line is not None and place.line.tip == place.matched:
+            place.line.tip = b""
+        if place.root is not None and self._alive(place.root) is None:
+            self._set(place.root, Line(place.root, b""))
 
     def settle(self, place: Place) -> Settled:
         """A turn has ended: the next that begins with its messages will find it.
@@ -126,8 +169,9 @@ class Identities:
         line.tip = whole
         self._set(whole, line)
         first = None if place.root is None else self._alive(place.root)
-        if first is not None and place.root is not None:
-            self._set(place.root, first)
+        if first is not None:
+            # By the line's own copy of the name's key.
+            self._set(first.key, first)
             if first.forks is not None and line in first.forks:
                 first.forks.remove(line)
                 first.forks.append(line)
@@ -187,6 +231,16 @@ class Identities:
         self._lines.set(digest, line)
         for old in self._lines.excess():
             self._lines.pop(old)
+
+
+def trace(tenant: str, request: TurnRequest, headers: Mapping[str, str]) -> Trace:
+    """What a request says of where it belongs. ClientError 400 for an id that is of no use."""
+    name, by = _named(request, headers)
+    root = None if name is None else conversation_key(tenant, name)
+    messages = _messages(request.history)
+    if not messages:
+        return Trace(by, root)
+    return Trace(by, root, _digests(root or conversation_key(tenant, ""), request, messages))
 
 
 def _named(request: TurnRequest, headers: Mapping[str, str]) -> tuple[str | None, str]:

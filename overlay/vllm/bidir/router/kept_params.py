@@ -35,6 +35,10 @@ class KeptParams:
             self._kept.move_to_end(key)
         return encoded
 
+    def look(self, key: bytes) -> bytes | None:
+        """The same, without using it."""
+        return self._kept.get(key)
+
     def drop(self, key: bytes) -> None:
         """The turn is not kept any more."""
         encoded = self._kept.pop(key, None)

@@ -34,6 +34,10 @@ class Ended(str, Enum):
     EVICTED = "evicted"
 
 
+# What ends one router's interest in a conversation, and not the conversation.
+_OURS_ONLY = frozenset((Ended.IDLE, Ended.EVICTED, Ended.DRAINED))
+
+
 @dataclass(frozen=True)
 class Terms:
     """How D keeps a turn: by which name, and how long without renewal (seconds).
@@ -55,7 +59,8 @@ def terms_of(params: dict[str, Any]) -> Terms:
 
 class NodeLeases:
     """One decode node's leases: the conversations whose leases are to be renewed, the least
-    recently used first, and the ids of those to be given back.
+    recently used first, and the ids of those to be given back. Where one may be another router's by
+    now, the conversation is named, and has to be asked about before.
 
     `sooner` is set when a lease has come that runs shorter than all others, `any_ended` while there
     is something to give back, or when the node is `gone` and nothing more will come.
@@ -63,7 +68,7 @@ class NodeLeases:
 
     def __init__(self) -> None:
         self.living: Recent[bytes, None] = Recent()
-        self.ended: list[str] = []
+        self.ended: dict[str, bytes | None] = {}
         self.shortest_s = math.inf
         self.sooner = asyncio.Event()
         self.any_ended = asyncio.Event()
@@ -89,14 +94,14 @@ class NodeLeases:
         """Find the shortest lease anew, after some have gone."""
         self.shortest_s = min(self._durations, default=math.inf)
 
-    def give_back(self, lease_id: str) -> None:
+    def give_back(self, lease_id: str, key: bytes | None) -> None:
         """The node is told soon that nobody needs it any more."""
-        self.ended.append(lease_id)
+        self.ended[lease_id] = key
         self.any_ended.set()
 
-    def take_ended(self) -> list[str]:
+    def take_ended(self) -> dict[str, bytes | None]:
         """The ids to give back; they are the caller's now."""
-        taken, self.ended = self.ended, []
+        taken, self.ended = self.ended, {}
         self.any_ended.clear()
         return taken
 
@@ -122,9 +127,13 @@ class Leases:
         """The node is gone for good; what it still kept runs out there."""
         self._of.pop(node, None)
 
-    def give_back(self, node: str, lease_id: str, why: Ended) -> None:
-        """Nobody needs it any more: the node is told soon."""
-        self.of(node).give_back(lease_id)
+    def give_back(self, node: str, lease_id: str, why: Ended, key: bytes | None) -> None:
+        """This router needs it no more: the node is told soon.
+
+        Unless another goes on with the conversation `key`, which it cannot if a turn, or somebody
+        who may say so, has ended this lease.
+        """
+        self.of(node).give_back(lease_id, key if why in _OURS_ONLY else None)
         self._metrics.released(why.value)
 
 

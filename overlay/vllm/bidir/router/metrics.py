@@ -152,6 +152,31 @@ class Metrics:
             ["outcome"],
             registry=self.registry,
         )
+        self.state_up = Gauge(
+            "bidir_router_state_up",
+            "1 while the state that routers share can be used, or there is none; 0: this router "
+            "goes by its own memory.",
+            registry=self.registry,
+        )
+        self.state_up.set(1)
+        self._state_failures = Counter(
+            "bidir_router_state_failures",
+            "Uses of the shared state that came to nothing, by kind (timeout, connection, skipped "
+            "while it is away, refused by Redis, value: what was found is none).",
+            ["kind"],
+            registry=self.registry,
+        )
+        self.state_seconds = Histogram(
+            "bidir_router_state_seconds",
+            "What a use of the shared state took, before a turn or after it.",
+            buckets=_CALL_SECONDS,
+            registry=self.registry,
+        )
+        self.taken_over = Counter(
+            "bidir_router_taken_over",
+            "Turns whose last turn another router has served.",
+            registry=self.registry,
+        )
         self.leases = Gauge(
             "bidir_router_leases",
             "Leases of decode nodes that are being renewed.",
@@ -250,6 +275,9 @@ class Metrics:
 
     def recalled(self, outcome: str) -> None:
         self._recalled.labels(outcome).inc()
+
+    def state_failure(self, kind: str) -> None:
+        self._state_failures.labels(kind).inc()
 
     def released(self, reason: str) -> None:
         self._released.labels(reason).inc()

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 _LEASE_ID = re.compile(r"d(0|[1-9][0-9]{0,8})-([0-9a-f]{32})")
-# Node, flags, rank, used, time, tokens, turn, lease: one byte more, and Python takes 96.
+# Node, flags, rank, used, time, tokens, stamp, lease: one byte more, and Python takes 96.
 _LAYOUT = struct.Struct("<HBIddII16s")
 _NAMED, _RENEWED = 1, 2
 _MOST = (1 << 32) - 1
@@ -28,8 +28,8 @@ class KeptTurn:
 
     `lease_id`: by which D can be asked for it; None if D does not say. `renewed_s`: the lease runs
     so long without renewal, and as long as it is renewed the turn is kept; None where D keeps it
-    for a fixed time, until `expires`. `turn`: how many the conversation has had. `encoded`: D's
-    kv_transfer_params; None while they are not at hand.
+    for a fixed time, until `expires`. `stamp`: when it was kept, in seconds since 1970, and later
+    than what it follows. `encoded`: D's kv_transfer_params; None while they are not at hand.
     """
 
     node: str
@@ -38,7 +38,7 @@ class KeptTurn:
     renewed_s: float | None = None
     expires: float = 0.0
     tokens: int = 0
-    turn: int = 0
+    stamp: int = 0
 
     @property
     def params(self) -> dict[str, Any]:
@@ -81,12 +81,12 @@ class Records:
         time = turn.expires
         if turn.renewed_s is not None:
             flags, time = flags | _RENEWED, turn.renewed_s
-        tokens, count = min(turn.tokens, _MOST), min(turn.turn, _MOST)
-        return _LAYOUT.pack(number, flags, rank, used, time, tokens, count, digits)
+        tokens, stamp = min(turn.tokens, _MOST), min(turn.stamp, _MOST)
+        return _LAYOUT.pack(number, flags, rank, used, time, tokens, stamp, digits)
 
     def unpack(self, record: bytes) -> KeptTurn:
         """The turn again, without params."""
-        number, flags, rank, _, time, tokens, turn, digits = _LAYOUT.unpack(record)
+        number, flags, rank, _, time, tokens, stamp, digits = _LAYOUT.unpack(record)
         lease_id = f"d{rank}-{digits.hex()}" if flags & _NAMED else None
         renewed = time if flags & _RENEWED else None
         return KeptTurn(
@@ -96,7 +96,7 @@ class Records:
             renewed,
             0.0 if renewed is not None else time,
             tokens,
-            turn,
+            stamp,
         )
 
     def used(self, record: bytes) -> float:

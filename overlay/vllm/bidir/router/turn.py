@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
@@ -19,7 +20,7 @@ from vllm.bidir.router.conversations import Conversations, Key
 from vllm.bidir.router.draining import ANSWER_BEGUN
 from vllm.bidir.router.errors import ClientError, error_event
 from vllm.bidir.router.headers import REQUEST_ID, request_id, to_client, to_engine
-from vllm.bidir.router.identity import Identities, Place
+from vllm.bidir.router.identity import Identities, Place, trace
 from vllm.bidir.router.leases import Ended
 from vllm.bidir.router.legs import (
     FIRST_TURN,
@@ -48,6 +49,7 @@ from vllm.bidir.router.responses import Asked, Responses, ResponsesFilter, Said,
 from vllm.bidir.router.reuse import HEADER, Reuse
 from vllm.bidir.router.seat import Seat
 from vllm.bidir.router.side_channels import SideChannels
+from vllm.bidir.router.state import State
 from vllm.bidir.router.stream import StreamFilter, first_error, only_opens, take_params
 from vllm.bidir.router.while_up import while_up
 
@@ -100,6 +102,7 @@ class Turns:
         responses: Responses,
         side_channels: SideChannels,
         recall: Recall,
+        state: State,
     ) -> None:
         self._legs = legs
         self._prefill = prefill
@@ -111,13 +114,15 @@ class Turns:
         self._responses = responses
         self._side_channels = side_channels
         self._recall = recall
+        self._state = state
+        self._keeping: set[asyncio.Future[None]] = set()
 
     async def serve(self, http: web.Request) -> web.StreamResponse:
         """Answer one client; ClientError is the caller's to turn into a response."""
         progress = Progress(self._metrics)
         body = await read_body(http)
         request = parse_request(http.path, body)
-        turn = self._identify(http, request, progress)
+        turn = await self._identify(http, request, progress)
         with self._conversations.under_way(turn.key, turn):
             await self._recall_kept(turn)
             return await self._both_legs(http, turn)
@@ -139,14 +144,17 @@ class Turns:
                 return _whole(prefilled, turn)
             return await self._decode_leg(http, turn, prefilled.params, seat)
 
-    def _identify(self, http: web.Request, request: TurnRequest, progress: Progress) -> Turn:
+    async def _identify(self, http: web.Request, request: TurnRequest, progress: Progress) -> Turn:
         last = ends_conversation(http.headers.get(END_HEADER))
         named = request_id(http.headers)
         headers = to_engine(http.headers, self._access.authorization(http.headers))
         headers |= {REQUEST_ID: named, "Content-Type": "application/json"}
         tenant = self._access.tenant(http.headers)
+        await self._state.bring_responses(tenant, request)
         request, asked = self._responses.expand(tenant, request)
-        place = self._identities.find(tenant, request, http.headers)
+        traced = trace(tenant, request, http.headers)
+        await self._state.bring(traced)
+        place = self._identities.place(traced)
         self._metrics.identified("none" if place is None else place.by)
         turn = Turn(request, headers, named, place, last, asked, progress)
         progress.about(request, turn.reuse)
@@ -282,7 +290,7 @@ class Turns:
                 if _is_stream(upstream):
                     return await self._stream(http, turn, node, upstream, first)
         if failed is None:
-            return self._answer(turn, node, upstream, first)
+            return await self._answer(turn, node, upstream, first)
         self._failed(turn, "decode", node, str(failed.status))
         return failed
 
@@ -324,13 +332,13 @@ class Turns:
             upstream.close()
             raise
 
-    def _answer(
+    async def _answer(
         self, turn: Turn, node: Node, upstream: aiohttp.ClientResponse, whole: bytes
     ) -> web.StreamResponse:
         body, found = take_params(whole)
         if upstream.status == 200:
-            self._keep(turn, node, found)
-            self._keep_response(turn, None if turn.asked is None else said_in(whole))
+            await self._keep(turn, node, found)
+            await self._keep_response(turn, None if turn.asked is None else said_in(whole))
             turn.progress.answered(turn.reuse)
         sent = to_client(upstream.headers)
         return _whole(Answer(upstream.status, upstream.content_type, body, sent), turn)
@@ -368,10 +376,10 @@ class Turns:
             while piece:
                 out = taken.feed(piece)
                 if taken.params is not None:
-                    self._keep(turn, node, taken.params)
+                    await self._keep(turn, node, taken.params)
                     taken.params, said = None, True
                 if isinstance(taken, ResponsesFilter):
-                    self._keep_response(turn, taken.said)
+                    await self._keep_response(turn, taken.said)
                     taken.said = None
                 if out:
                     yield out
@@ -384,23 +392,40 @@ class Turns:
             return
         out = taken.finish()
         if isinstance(taken, ResponsesFilter):
-            self._keep_response(turn, taken.said)
+            await self._keep_response(turn, taken.said)
         if taken.params is not None or not said:
-            self._keep(turn, node, taken.params)
+            await self._keep(turn, node, taken.params)
         if out:
             yield out
         turn.progress.answered(turn.reuse)
 
-    def _keep(self, turn: Turn, node: Node, params: dict[str, Any] | None) -> None:
+    async def _keep(self, turn: Turn, node: Node, params: dict[str, Any] | None) -> None:
         """Remember what D has kept of a turn that it has answered, or that it has kept nothing."""
+        keeping = self._keep_now(turn, node, params)
+        if not self._state.shared:
+            await keeping
+            return
+        # Others have to be asked, and a client that goes meanwhile leaves its lease all the same.
+        task = asyncio.ensure_future(keeping)
+        self._keeping.add(task)
+        task.add_done_callback(self._keeping.discard)
+        await asyncio.shield(task)
+
+    async def _keep_now(self, turn: Turn, node: Node, params: dict[str, Any] | None) -> None:
         kept = self._admit(turn, "decode", node, params)
         place = turn.place
+        if place is not None:
+            # Whatever another router knows of it.
+            if not turn.last:
+                await self._state.look_again(place)
+            elif place.root is not None:
+                await self._state.bring_named(place.root)
         if place is not None and not self._conversations.goes_on(place.key, turn):
             place = None  # forgotten while this turn ran
         if place is None or turn.last:
             self._conversations.put_last(turn.key if place else None, kept or {}, node.name)
-            for key in () if place is None else self._identities.end(place):
-                self._conversations.forget(key, Ended.ENDED)
+            if place is not None:
+                await self._forget(self._identities.end(place), Ended.ENDED)
             return
         settled = self._identities.settle(place)
         if node.draining:
@@ -409,13 +434,21 @@ class Turns:
             self._conversations.put(settled.key, kept, node.name)
         else:
             self._conversations.put_nothing(settled.key, why_nothing(params))
-        for key in settled.over:
-            self._conversations.forget(key, Ended.SUPERSEDED)
+        await self._state.tell(place, settled.key)
+        await self._forget(settled.over, Ended.SUPERSEDED)
 
-    def _keep_response(self, turn: Turn, said: Said | None) -> None:
+    async def _forget(self, keys: list[Key], why: Ended) -> None:
+        for key in keys:
+            self._conversations.forget(key, why)
+        if keys:
+            await self._state.forget(keys)
+
+    async def _keep_response(self, turn: Turn, said: Said | None) -> None:
         """Keep what a later request may name as its previous response."""
         if turn.asked is not None and said is not None:
-            self._responses.keep(turn.asked, said)
+            key = self._responses.keep(turn.asked, said)
+            if key is not None:
+                await self._state.tell_response(key)
 
     def _admit(
         self, turn: Turn, leg: str, node: Node, params: dict[str, Any] | None
