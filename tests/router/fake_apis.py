@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.router.fake_engine import P_PARAMS, FakeEngine, d_params
+from tests.router.fake_engine import P_PARAMS, FakeEngine
 
 
 def named(kind: str, data: dict[str, Any]) -> bytes:
@@ -71,7 +71,7 @@ def speak_all(engine: FakeEngine) -> None:
 
     async def script(request: web.Request, body: dict[str, Any]) -> web.StreamResponse | None:
         number = len(engine.asked)
-        params = P_PARAMS if engine.role == "prefill" else d_params(number)
+        params = P_PARAMS if engine.role == "prefill" else engine.params(number)
         if request.path == "/v1/responses":
             whole, pieces = response(number, params), responses_stream(number, params)
         elif request.path == "/v1/messages":

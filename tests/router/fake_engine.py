@@ -104,12 +104,18 @@ class FakeEngine:
             self.gone.set()
             raise
 
+    def params(self, number: int) -> dict[str, Any]:
+        """What D says of this turn, and will say again when it is asked."""
+        params = d_params(number) | self.leases.terms(number)
+        self.leases.note(params)
+        return params
+
     async def _default(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if self.role == "prefill":
             choice = {"index": 0, "text": "x", "finish_reason": "length"}
             return web.json_response({"choices": [choice], "kv_transfer_params": P_PARAMS})
         number = len(self.asked)
-        params = d_params(number) | self.leases.terms(number)
+        params = self.params(number)
         if not body.get("stream"):
             choice = {"index": 0, "text": "hello", "finish_reason": "stop", "tool_calls": [1]}
             whole = {

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.bidir.reasons import Reason
-from vllm.bidir.router.conversations import Conversations, KeptTurn, conversation_key
+from vllm.bidir.router.conversations import Bounds, Conversations, conversation_key
 from vllm.bidir.router.leases import Ended, Leases
 from vllm.bidir.router.metrics import Metrics
+from vllm.bidir.router.record import KeptTurn
 
 from tests.router.fake_leases import lease_id
 
@@ -23,16 +24,22 @@ def leases() -> Leases:
     return Leases(Metrics())
 
 
+def bounds(conversations: int, params: int = 1 << 20) -> Bounds:
+    return Bounds(conversations, params, ttl=5.0, idle_timeout=9.0)
+
+
 def leased(number: int) -> dict[str, Any]:
     return {"lease_id": lease_id(number), "lease_duration": 9.0}
 
 
 def test_an_entry_ends_with_its_time() -> None:
     clock = Clock()
-    kept = Conversations(10, 5.0, 9.0, leases(), clock)
+    kept = Conversations(bounds(10), leases(), clock)
     kept.put(b"a", {"x": 1}, "node")
     clock.now = 4.9
-    assert kept.get(b"a") == KeptTurn(b'{"x":1}', "node", 5.0)
+    found = kept.get(b"a")
+    assert isinstance(found, KeptTurn) and found.params == {"x": 1}
+    assert (found.node, found.expires, found.lease_id) == ("node", 5.0, None)
     clock.now = 5.0
     assert kept.get(b"a") is Reason.EXPIRED
     assert kept.get(b"a") is Reason.FIRST_TURN
@@ -40,7 +47,7 @@ def test_an_entry_ends_with_its_time() -> None:
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    kept = Conversations(2, 5.0, 9.0, leases(), Clock())
+    kept = Conversations(bounds(2), leases(), Clock())
     kept.put(b"a", {}, "n")
     kept.put(b"b", {}, "n")
     kept.get(b"a")
@@ -50,7 +57,7 @@ def test_the_least_recently_used_goes_first() -> None:
 
 
 def test_a_turn_that_left_nothing_leaves_the_earlier_one() -> None:
-    kept = Conversations(2, 5.0, 9.0, leases(), Clock())
+    kept = Conversations(bounds(2), leases(), Clock())
     kept.put_nothing(b"a", Reason.NO_PARAMS)
     assert kept.get(b"a") is Reason.NO_PARAMS
     kept.put(b"a", {"turn": 2}, "n")
@@ -62,7 +69,7 @@ def test_a_turn_that_left_nothing_leaves_the_earlier_one() -> None:
 
 
 def test_the_latest_reason_counts() -> None:
-    kept = Conversations(2, 5.0, 9.0, leases(), Clock())
+    kept = Conversations(bounds(2), leases(), Clock())
     for reason in (Reason.NO_PARAMS, Reason.BUDGET):
         kept.put_nothing(b"a", reason)
     assert kept.get(b"a") is Reason.BUDGET
@@ -70,7 +77,7 @@ def test_the_latest_reason_counts() -> None:
 
 def test_a_turn_with_a_lease_lives_until_its_conversation_is_idle() -> None:
     clock, held = Clock(), leases()
-    kept = Conversations(9, 5.0, 9.0, held, clock)
+    kept = Conversations(bounds(9), held, clock)
     kept.put(b"a", leased(1), "n")
     kept.put(b"b", leased(2), "n")
     clock.now = 8.0
@@ -80,12 +87,12 @@ def test_a_turn_with_a_lease_lives_until_its_conversation_is_idle() -> None:
     assert len(held) == 2
     kept.end_idle("n")
     assert isinstance(kept.get(b"a"), KeptTurn) and kept.get(b"b") is Reason.EXPIRED
-    assert held.of("n").take_ended() == [lease_id(2)]
+    assert list(held.of("n").take_ended()) == [lease_id(2)]
 
 
 def test_a_conversation_is_not_idle_while_a_turn_is_under_way() -> None:
     clock, held = Clock(), leases()
-    kept = Conversations(9, 5.0, 9.0, held, clock)
+    kept = Conversations(bounds(9), held, clock)
     kept.put(b"a", leased(1), "n")
     with kept.under_way(b"a", object()):
         clock.now = 20.0
@@ -101,15 +108,15 @@ def test_a_conversation_is_not_idle_while_a_turn_is_under_way() -> None:
 
 def test_who_evicts_a_turn_gives_its_lease_back() -> None:
     held = leases()
-    kept = Conversations(1, 5.0, 9.0, held, Clock())
+    kept = Conversations(bounds(1), held, Clock())
     kept.put(b"a", leased(1), "n")
     kept.put(b"b", leased(2), "node")
-    assert held.of("n").take_ended() == [lease_id(1)] and len(held) == 1
+    assert list(held.of("n").take_ended()) == [lease_id(1)] and len(held) == 1
 
 
 def test_a_turn_of_a_conversation_that_was_forgotten_has_none() -> None:
     """A new turn of the same name has: it begins another conversation."""
-    kept = Conversations(9, 5.0, 9.0, leases(), Clock())
+    kept = Conversations(bounds(9), leases(), Clock())
     with kept.under_way(b"a", "old"):
         assert kept.forget(b"a", Ended.DELETED) and not kept.forget(b"a", Ended.DELETED)
         assert not kept.goes_on(b"a", "old")
@@ -118,18 +125,27 @@ def test_a_turn_of_a_conversation_that_was_forgotten_has_none() -> None:
     assert not kept.forget(b"a", Ended.DELETED)
 
 
-def test_a_lease_belongs_to_one_conversation() -> None:
-    """Of a node that names the same twice, the second conversation's turn is kept without one."""
-    clock, held = Clock(), leases()
-    kept = Conversations(9, 5.0, 9.0, held, clock)
-    kept.put(b"a", leased(1), "n")
-    kept.put(b"b", leased(1), "n")
-    kept.put(b"a", leased(1), "n")
+def test_two_conversations_that_name_one_lease_do_not_disturb_each_other() -> None:
+    """D makes each name once. What the second loses with the first is computed."""
+    held = leases()
+    kept = Conversations(bounds(9), held, Clock())
+    for key in (b"a", b"b"):
+        kept.put(key, leased(1), "n")
+    assert kept.forget(b"b", Ended.DELETED)
+    assert list(held.of("n").take_ended()) == [lease_id(1)]
+    assert len(held) == 1 and isinstance(kept.get(b"a"), KeptTurn)
+    assert kept.lost(b"a", lease_id(1)) and kept.get(b"a") is Reason.EXPIRED
+    assert len(held) == 0
+
+
+def test_a_turn_that_is_told_of_twice_keeps_its_lease() -> None:
+    held = leases()
+    kept = Conversations(bounds(9), held, Clock())
+    for _ in range(2):
+        kept.put(b"a", leased(1), "n")
     assert len(held) == 1 and not held.of("n").ended
-    kept.forget(b"b", Ended.DELETED)
-    assert len(held) == 1
     kept.put(b"a", {}, "n")
-    assert held.of("n").take_ended() == [lease_id(1)]
+    assert len(held) == 0 and list(held.of("n").take_ended()) == [lease_id(1)]
 
 
 def test_keys_of_different_tenants_never_meet() -> None:

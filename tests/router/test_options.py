@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from vllm.bidir.router.options import API_KEY_VARIABLE, Address, RouterOptions, parse, parser
 from vllm.bidir.router.security import CLIENT_KEYS_VARIABLE, key_digest
+from vllm.bidir.router.state_options import STATE_VARIABLE
 
 from tests.router.options_page import PAGE, with_options
 
@@ -181,3 +182,53 @@ def test_a_taken_port_is_named(unused_tcp_port: int) -> None:
         )
     assert done.returncode == 1
     assert f"cannot listen on 127.0.0.1:{unused_tcp_port}" in done.stderr
+
+
+REDIS = "redis://:s3cret@redis.example:6380/2"
+
+
+def test_the_shared_state_is_named_by_flag_file_or_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "state"
+    path.write_text(REDIS + "\n")
+    assert parse([]).state.url is None
+    for argv in (["--state", REDIS], ["--state-file", str(path)]):
+        assert parse(argv).state.url == REDIS
+    monkeypatch.setenv(STATE_VARIABLE, REDIS)
+    assert parse([]).state.url == REDIS
+    assert parse(["--state", "memory"]).state.url is None
+    assert "s3cret" not in repr(parse([])) and "redis.example" not in repr(parse([]))
+    assert "s3cret" not in parser().format_help()
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["--state", "http://s3cret"], "--state must be memory, or begin with redis://"),
+        (["--state", "redis://s3cret x"], "--state must be memory, or begin with redis://"),
+        (["--state", "redis://:s3cret@h:port"], "--state is no URL of a Redis"),
+        (["--state", "redis://:s3cret@h?socket_timeout=x"], "--state is no URL of a Redis"),
+        (["--state-file", "/no/such"], "--state-file /no/such cannot be read: No such file"),
+        (["--state", "memory", "--state-file", "/no"], "give one of --state and --state-file"),
+        (["--state-prefix", "a b"], "--state-prefix must be printable"),
+        (["--state-timeout", "0"], "--state-timeout must be between"),
+        (["--state-responses-ttl", "-1"], "--state-responses-ttl must be between"),
+    ],
+)
+def test_a_wrong_state_is_said_without_its_text(
+    argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(argv)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and complaint in said and "s3cret" not in said
+
+
+def test_a_redis_without_its_client_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        parse(["--state", REDIS])
+    assert "pip install" in capsys.readouterr().err

@@ -149,3 +149,32 @@ def test_uvloop_is_what_it_runs_on_where_it_is_installed() -> None:
     loop.close()
     expected = "asyncio" if importlib.util.find_spec("uvloop") is None else "uvloop"
     assert type(loop).__module__.partition(".")[0] == expected
+
+
+FREE = """
+import sys
+if sys.argv[1] == "returns":
+    from vllm.bidir.router.runtime import return_memory
+    assert return_memory()
+largest = b"x" * (16 << 20)
+del largest
+tables, others = [], []
+for _ in range(8):
+    tables.append(b"x" * (4 << 20))
+    others.append(b"x" * 200_000)
+del tables
+for line in open("/proc/self/status"):
+    if line.startswith("RssAnon"):
+        print(line.split()[1])
+"""
+
+
+async def test_large_blocks_that_are_freed_go_back_to_the_system() -> None:
+    taken = {}
+    for how in ("keeps", "returns"):
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", FREE, how), cwd=OVERLAY, stdout=asyncio.subprocess.PIPE
+        )
+        said, _ = await process.communicate()
+        taken[how] = int(said)
+    assert taken["returns"] < taken["keeps"] - 20_000

@@ -18,18 +18,23 @@ GENERATOR = "vllm-bidir tools.build"
 NOTICE_FILE = "NOTICE"
 # Their index builds do not load beside a CPU torch, and nothing that a CPU server does needs them.
 MEDIA_EXTRA = "torch-media"
+# What of ours needs more than vLLM does: the router's state in Redis.
+EXTRAS = {"redis-state": ("redis>=6",)}
 _MEDIA = ("torchvision", "torchaudio", "torchcodec")
 
 
 def relabel_metadata(base: Base, label: Label, data: bytes) -> bytes:
-    """METADATA with our name and version, a License-File line for NOTICE, and, for the CPU
-    wheel, requirements that a package index can satisfy."""
+    """METADATA with our name and version, a License-File line for NOTICE, our extras, and, for the
+    CPU wheel, requirements that a package index can satisfy."""
     head, blank, body = data.partition(b"\n\n")
     lines = head.decode("utf-8").split("\n")
     lines = _replace_one(lines, "Name", base.name, label.name)
     lines = _replace_one(lines, "Version", base.version, label.version)
     if base.device == "cpu":
         lines = _cpu_requirements(base, lines)
+    for extra, requirements in EXTRAS.items():
+        needed = [_for_extra(Requirement(one), extra) for one in requirements]
+        lines = _with_extra(lines, extra, needed)
     last = max((k for k, line in enumerate(lines) if _key(line) == "License-File"), default=None)
     if last is None:
         raise ConfigError(f"error: METADATA of {base.file} has no License-File line")
@@ -121,11 +126,16 @@ def _cpu_requirements(base: Base, lines: list[str]) -> list[str]:
             ],
             "adapt tools/build/relabel.py to this release",
         )
+    return _with_extra(plain, MEDIA_EXTRA, media)
+
+
+def _with_extra(lines: list[str], extra: str, needed: list[str]) -> list[str]:
+    """The headers with one more extra, behind all requirements that there are."""
     last = max(
-        k for k, line in enumerate(plain) if _key(line) in ("Requires-Dist", "Provides-Extra")
+        (k for k, line in enumerate(lines) if _key(line) in ("Requires-Dist", "Provides-Extra")),
+        default=max(k for k, line in enumerate(lines) if _key(line) == "Version"),
     )
-    extra = [f"Provides-Extra: {MEDIA_EXTRA}", *media]
-    return [*plain[: last + 1], *extra, *plain[last + 1 :]]
+    return [*lines[: last + 1], f"Provides-Extra: {extra}", *needed, *lines[last + 1 :]]
 
 
 def _requirement(base: Base, line: str) -> Requirement | None:

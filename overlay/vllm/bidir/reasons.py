@@ -12,6 +12,7 @@ class Reason(str, Enum):
     NO_CONVERSATION = "no_conversation"
     FIRST_TURN = "first_turn"
     EXPIRED = "expired"
+    EVICTED = "evicted"
     NO_PARAMS = "no_params"
     NO_PROOF = "no_proof"
     DIVERGED = "diverged"

@@ -59,6 +59,15 @@ def test_the_cpu_wheel_asks_for_a_torch_that_an_index_has(tiny: Tiny) -> None:
     assert body == "About Name: and Version: in a body\nVersion: 0\n"
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_what_only_some_routers_need_is_an_extra(tiny: Tiny, device: str) -> None:
+    files = content(tiny.build(device).wheel)
+    (name,) = (name for name in files if name.endswith(".dist-info/METADATA"))
+    head = files[name].decode().partition("\n\n")[0]
+    needed = 'Provides-Extra: redis-state\nRequires-Dist: redis>=6; extra == "redis-state"'
+    assert needed in head and head.count("redis") == 3
+
+
 def test_untouched_members_keep_their_compressed_bytes_and_modes(tiny: Tiny) -> None:
     wheel = tiny.build().wheel
     with zipfile.ZipFile(tiny.cuda) as base, zipfile.ZipFile(wheel) as ours:

@@ -8,8 +8,12 @@ One turn, and the module that each step lives in:
 3. choose a D, sticky to where the KV is, and a P               `pool`, `policies`
 4. prefill leg: P reads back what D kept, computes the rest     `legs`
 5. decode leg: bytes pass through, D's params are taken out     `legs`, `stream`
-6. keep D's params for the next turn                            `side_channels`, `conversations`
+6. keep D's params for the next turn                            `side_channels`, `conversations`,
+   in little memory, and ask D for what had to go               `record`, `kept_params`, `recall`
 7. renew D's lease, give it back when nobody needs it           `leases`, `heartbeat`
+
+What several routers share is a `state`: `shared` and `shared_lines` bring it in and tell it, in the
+form that `shared_wire` writes and checks, over a `redis_link` that never keeps a turn waiting.
 
 Which nodes there are `discovery` knows, by flags, a file or DNS; how they are, `checks` and
 `health`; a turn has a `seat` on one, and waits in a `queue` where all are full.

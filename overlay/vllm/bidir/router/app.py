@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from vllm.bidir.router import openapi, policies, status_page, trace_options
 from vllm.bidir.router.access import Access
 from vllm.bidir.router.checks import HealthChecks
-from vllm.bidir.router.conversations import Conversations, conversation_key
+from vllm.bidir.router.conversations import Bounds, Conversations, conversation_key
 from vllm.bidir.router.discovery import Discovery, NodeList
 from vllm.bidir.router.draining import Draining
 from vllm.bidir.router.errors import ClientError
@@ -32,10 +32,15 @@ from vllm.bidir.router.node_client import NodeClient
 from vllm.bidir.router.node_metrics import NodeGauges
 from vllm.bidir.router.options import RouterOptions
 from vllm.bidir.router.pool import Pool
+from vllm.bidir.router.recall import Recall
+from vllm.bidir.router.redis_link import RedisLink
 from vllm.bidir.router.request import APIS
 from vllm.bidir.router.responses import Responses
+from vllm.bidir.router.shared import Shared
+from vllm.bidir.router.shared_lines import SharedLines
 from vllm.bidir.router.side_calls import GET, POST, SideCalls
 from vllm.bidir.router.side_channels import SideChannels
+from vllm.bidir.router.state import Alone, State
 from vllm.bidir.router.status import Sources, version
 from vllm.bidir.router.turn import Turns
 
@@ -79,18 +84,19 @@ class Router:
             self.metrics,
         )
         self.leases = Leases(self.metrics)
-        self.conversations = Conversations(
+        bounds = Bounds(
             options.max_conversations,
+            options.max_kept_params,
             options.conversation_ttl,
             options.conversation_idle_timeout,
-            self.leases,
-            time.monotonic,
         )
+        self.conversations = Conversations(bounds, self.leases, time.monotonic)
         # Two for each conversation: its last turn, and one more to which a fork may go back.
         self.identities = Identities(2 * options.max_conversations)
         self.responses = Responses(options.security.max_stored_responses, options.max_body)
         self.metrics.leases.set_function(lambda: len(self.leases))
         self.metrics.conversations.set_function(lambda: len(self.conversations))
+        self.metrics.params_bytes.set_function(lambda: self.conversations.params_bytes)
         self._sources = Sources(
             self.draining,
             (self.prefill, self.decode),
@@ -102,6 +108,8 @@ class Router:
         self.tracing = trace_options.start(options.otlp_traces_endpoint, version())
         self._legs: Legs | None = None
         self._turns: Turns | None = None
+        self._state: State = Alone()
+        self._link: RedisLink | None = None
 
     async def lifespan(self, app: web.Application) -> AsyncIterator[None]:
         """Open the client, watch nodes come up, renew leases; end it all at the end."""
@@ -111,6 +119,14 @@ class Router:
             side_channels = SideChannels(self.options.security.side_channels)
             for pool in (self.prefill, self.decode):
                 pool.watch(side_channels)
+            await self._open_state(side_channels)
+            recall = Recall(
+                self._legs,
+                self.decode.named,
+                side_channels,
+                self.metrics,
+                self.keys,
+            )
             self._turns = Turns(
                 self._legs,
                 self.prefill,
@@ -121,6 +137,8 @@ class Router:
                 self.identities,
                 self.responses,
                 side_channels,
+                recall,
+                self._state,
             )
             heartbeat = Heartbeat(
                 self._legs,
@@ -128,6 +146,7 @@ class Router:
                 self.leases,
                 self.metrics,
                 self.keys,
+                self._state,
             )
             self.decode.watch(heartbeat)
             await self.discovery.start()
@@ -140,15 +159,38 @@ class Router:
                 self.options.engine_api_key_file,
                 self.metrics,
             )
-            runs = (self.discovery.run, checks.run, heartbeat.run, rotation.run)
+            runs = [self.discovery.run, checks.run, heartbeat.run, rotation.run]
+            if self._link is not None:
+                runs.append(self._link.run)
             tasks = [asyncio.create_task(run()) for run in runs]
             yield
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await heartbeat.say_goodbye()
+            if self._link is not None:
+                await self._link.close()
             if self.tracing is not None:
                 await self.tracing.close()
+
+    async def _open_state(self, side_channels: SideChannels) -> None:
+        """Where several routers share one: reach for it, for a moment, and look after it."""
+        options = self.options.state
+        if options.url is None:
+            return
+        self._link = RedisLink(options.url, options.timeout, self.metrics)
+        lines = SharedLines(
+            self._link,
+            options.prefix,
+            max(self.options.conversation_ttl, self.options.conversation_idle_timeout),
+            self.conversations,
+            self.identities,
+            side_channels,
+            self.decode.named,
+            self.metrics,
+        )
+        self._state = Shared(self._link, lines, self.responses, options.responses_ttl)
+        await self._link.start()
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
         assert self._turns is not None  # set before the server listens
@@ -161,7 +203,9 @@ class Router:
     async def show_conversation(self, http: web.Request) -> web.StreamResponse:
         """What is kept of a conversation of this tenant: no ids, and nothing of what was said."""
         tenant = self.access.tenant(http.headers)
-        keys = self.identities.keys_of(conversation_key(tenant, http.match_info["id"]))
+        root = conversation_key(tenant, http.match_info["id"])
+        await self._state.bring_named(root)
+        keys = self.identities.keys_of(root)
         lines = [told for key in keys if (told := self.conversations.tell(key)) is not None]
         if not lines:
             raise ClientError(404, "No such conversation is remembered.")
@@ -176,8 +220,12 @@ class Router:
     async def end_conversation(self, http: web.Request) -> web.StreamResponse:
         """Forget a conversation of this tenant and give its lease back."""
         tenant = self.access.tenant(http.headers)
-        keys = self.identities.end_named(conversation_key(tenant, http.match_info["id"]))
-        if not sum(self.conversations.forget(key, Ended.DELETED) for key in keys):
+        root = conversation_key(tenant, http.match_info["id"])
+        await self._state.bring_named(root)
+        keys = self.identities.end_named(root)
+        known = sum(self.conversations.forget(key, Ended.DELETED) for key in keys)
+        await self._state.forget(keys)
+        if not known:
             raise ClientError(404, "No such conversation is remembered.")
         return web.Response(status=204)
 

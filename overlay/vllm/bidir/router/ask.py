@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from vllm.bidir.router.conversations import KeptTurn, Key
+from vllm.bidir.router.conversations import Key
 from vllm.bidir.router.policies import Ask
+from vllm.bidir.router.record import KeptTurn
 from vllm.bidir.router.request import TurnRequest
 
 # Of English text; what matters is that all turns are measured alike.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from vllm.bidir.router.app import Router
 from vllm.bidir.router.options import RouterOptions, parse
-from vllm.bidir.router.runtime import calm_garbage_collector, run
+from vllm.bidir.router.runtime import calm_garbage_collector, return_memory, run
 from vllm.bidir.router.server import serve
 from vllm.bidir.router.trace_options import TracingError
 
@@ -53,4 +53,5 @@ def _serve(options: RouterOptions) -> None:
         ", ".join(map(str, options.decode)) or "none",
     )
     calm_garbage_collector()
+    return_memory()
     run(serve(Router(options)))

@@ -15,19 +15,25 @@ import math
 import random
 import time
 from collections.abc import Iterator
+from typing import TypeVar
 
 import msgspec
 from vllm.bidir.router.access import bearer
-from vllm.bidir.router.conversations import Conversations
+from vllm.bidir.router.conversations import Conversations, Key
 from vllm.bidir.router.keys import Keys
 from vllm.bidir.router.leases import Leases, NodeLeases
 from vllm.bidir.router.legs import Legs, Unreachable
 from vllm.bidir.router.metrics import Metrics
 from vllm.bidir.router.nodes import Node
+from vllm.bidir.router.state import State
 
 logger = logging.getLogger("vllm_bidir_router")
 
+One = TypeVar("One")
+
 MOST_IDS = 10_000
+# A tenth of a millisecond's work.
+_AT_ONCE = 100
 # How long ended leases are collected, so that many cost one call.
 COLLECT_S = 0.2
 _PER_LEASE = 3
@@ -63,7 +69,9 @@ class Heartbeat:
         leases: Leases,
         metrics: Metrics,
         keys: Keys,
+        state: State,
     ) -> None:
+        self._state = state
         self._legs = legs
         self._conversations = conversations
         self._leases = leases
@@ -122,9 +130,9 @@ class Heartbeat:
     async def say_goodbye(self) -> None:
         """Give everything back, as well as it goes within a second.
 
-        The conversations are in this process's memory and end with it: nobody would come back for
-        these leases, other routers have their own. A router that is killed says nothing, and its
-        leases run out.
+        Where the conversations are in this process's memory they end with it, and nobody would come
+        back for their leases. Where routers share them another may go on: they are renewed once
+        more. A router that is killed says nothing, and its leases run out.
         """
         calls = (self._say_goodbye_to(node) for node in self._nodes.values())
         try:
@@ -134,11 +142,18 @@ class Heartbeat:
 
     async def _say_goodbye_to(self, node: Node) -> None:
         here = self._leases.of(node.name)
-        for ids in _batches([*here.take_ended(), *here.living]):
-            try:
-                await self._call(node, "release", ids, _MOST_TIMEOUT_S)
-            except _CallError:
-                return
+        ended, living = here.take_ended(), list(self._conversations.lease_ids(here.living))
+        renewed: list[str] = []
+        if self._state.shared:
+            released, renewed = [one for one, key in ended.items() if key is None], living
+        else:
+            released = [*ended, *living]
+        for word, many in (("release", released), ("renew", renewed)):
+            for ids in _batches(many):
+                try:
+                    await self._call(node, word, ids, _MOST_TIMEOUT_S)
+                except _CallError:
+                    return
 
     async def _renewing(self, node: Node) -> None:
         here = self._leases.of(node.name)
@@ -165,37 +180,55 @@ class Heartbeat:
             return
         timeout = min(max(interval, _LEAST_TIMEOUT_S), _MOST_TIMEOUT_S)
         begun = time.monotonic()
-        for ids in _batches(list(here.living)):
+        for keys in _batches(list(here.living)):
+            ids = await self._lease_ids(keys)
             try:
-                answer = await self._call(node, "renew", ids, timeout)
+                answer = await self._call(node, "renew", list(ids), timeout)
             except _CallError as error:
                 self._failed(node, "renew", error)
                 return
             self._answers(node)
             self._metrics.renewals.inc(sum(lease_id in answer.renewed for lease_id in ids))
-            self._end_lost(here, answer.lost)
+            await self._end_lost(ids, answer.lost)
         self._metrics.heartbeat_seconds.observe(time.monotonic() - begun)
 
-    def _end_lost(self, here: NodeLeases, lost: list[str]) -> None:
-        for lease_id in lost:
-            # Any text may stand here, and what has been superseded meanwhile is nobody's loss.
-            lease = here.living.get(lease_id)
-            if lease is not None:
-                self._metrics.lost.inc()
-                self._conversations.lost(lease)
+    async def _lease_ids(self, keys: list[Key]) -> dict[str, Key]:
+        """Those of many conversations, a few at a time: turns are served in between."""
+        ids: dict[str, Key] = {}
+        for start in range(0, len(keys), _AT_ONCE):
+            ids |= self._conversations.lease_ids(keys[start : start + _AT_ONCE])
+            await asyncio.sleep(0)
+        return ids
+
+    async def _end_lost(self, asked: dict[str, Key], lost: list[str]) -> None:
+        # Any text may stand here, and what has been superseded meanwhile is nobody's loss.
+        keys = [
+            asked[lease_id]
+            for lease_id in lost
+            if lease_id in asked and self._conversations.lost(asked[lease_id], lease_id)
+        ]
+        if keys:
+            # What another router has superseded is no loss either.
+            self._metrics.lost.inc(len(await self._state.give_up(keys)))
 
     async def _giving_back(self, node: Node) -> None:
         here = self._leases.of(node.name)
         while here.ended or not here.gone:
             await here.any_ended.wait()
             await asyncio.sleep(COLLECT_S)
-            for ids in _batches(here.take_ended()):
+            for ids in _batches(await self._to_release(here.take_ended())):
                 try:
                     await self._call(node, "release", ids, _MOST_TIMEOUT_S)
                 except _CallError as error:
                     # Not tried again: they are renewed no more, and run out.
                     self._failed(node, "release", error)
                     break
+
+    async def _to_release(self, ended: dict[str, Key | None]) -> list[str]:
+        """Without those whose conversations another router goes on with."""
+        asked = {key for key in ended.values() if key is not None}
+        ours = await self._state.give_up(asked) if asked else asked
+        return [lease_id for lease_id, key in ended.items() if key is None or key in ours]
 
     async def _call(self, node: Node, word: str, ids: list[str], timeout: float) -> _Answer:
         body = msgspec.json.encode({"lease_ids": ids})
@@ -240,5 +273,5 @@ def _jittered(interval: float) -> float:
     return interval * random.uniform(1 - _JITTER, 1 + _JITTER)
 
 
-def _batches(ids: list[str]) -> Iterator[list[str]]:
-    return (ids[start : start + MOST_IDS] for start in range(0, len(ids), MOST_IDS))
+def _batches(many: list[One]) -> Iterator[list[One]]:
+    return (many[start : start + MOST_IDS] for start in range(0, len(many), MOST_IDS))

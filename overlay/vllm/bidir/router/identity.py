@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-from vllm.bidir.router.conversations import Key, conversation_key
+from vllm.bidir.router.conversations import DIGEST_BYTES, Key, conversation_key
 from vllm.bidir.router.errors import ClientError
+from vllm.bidir.router.recent import Recent
 from vllm.bidir.router.request import MAX_ID, TurnRequest
 
 # In this order. Which agent sends which: docs/router.md.
@@ -48,19 +49,27 @@ _ONE_TEXT = re.compile(
 )
 
 
-@dataclass(eq=False)
-class Line:
+class Line(msgspec.Struct, eq=False, gc=False):
     """Turns of which each continues the one before.
 
     `key`: where the last one is kept. `tip`: the digest of its messages. `forks`: of a named
     conversation's first line, the others. `over`: ended, nothing links to it any more.
     """
 
-    __slots__ = ("forks", "key", "over", "tip")
     key: Key
     tip: bytes
-    forks: list[Line] | None
-    over: bool
+    forks: list[Line] | None = None
+    over: bool = False
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a request says of where it belongs: `root`, the key of the conversation that it names,
+    `by` what; and `chain`, for each number of its messages from the first on a digest of them."""
+
+    by: str
+    root: Key | None
+    chain: Sequence[bytes] = ()
 
 
 @dataclass(frozen=True)
@@ -91,26 +100,58 @@ class Identities:
     """The lines of all conversations, found by digests of their messages; at most `limit`."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        # By digest of messages, and by the key of a named conversation; the oldest first.
-        self._lines: dict[bytes, Line] = {}
+        # By digest of messages, and by the key of a named conversation.
+        self._lines: Recent[bytes, Line] = Recent(limit)
 
     def __len__(self) -> int:
         return len(self._lines)
 
     def find(self, tenant: str, request: TurnRequest, headers: Mapping[str, str]) -> Place | None:
         """Where a request belongs; None if nothing says so. ClientError 400 for an unusable id."""
-        name, by = _named(request, headers)
-        root = None if name is None else conversation_key(tenant, name)
-        messages = _messages(request.history)
-        if not messages:
+        return self.place(trace(tenant, request, headers))
+
+    def place(self, trace: Trace) -> Place | None:
+        """The same of what has been read of it already."""
+        by, root, chain = trace.by, trace.root, trace.chain
+        if not chain:
             return None if root is None else Place(root, by, root)
-        chain = _digests(root or conversation_key(tenant, ""), request, messages)
         for digest in reversed(chain):
             line = self._alive(digest)
             if line is not None:
                 return Place(line.key, by, root, line, digest, chain[-1])
         return Place(root or chain[-1], by, root, whole=chain[-1])
+
+    def adopt(self, key: Key, root: Key | None, tip: bytes, digests: Sequence[bytes] = ()) -> None:
+        """Another router has gone on with this line, up to the messages of `tip`.
+
+        It has been found by `digests` of earlier ones as well.
+        """
+        known = (self._alive(digest) for digest in (key, tip, *digests))
+        line = next((one for one in known if one is not None and one.key == key), None)
+        first = None if root is None else self._alive(root)
+        if line is None and first is not None:
+            line = next((one for one in first.forks or () if one.key == key), None)
+        if line is None:
+            line = Line(key, tip)
+        line.tip = tip
+        for digest in (*digests, tip):
+            self._set(digest, line)
+        if key == root:
+            self._set(key, line)
+        elif root is not None:
+            first = first or Line(root, b"")
+            self._set(root, first)
+            first.forks = first.forks or []
+            if line not in first.forks:
+                first.forks.append(line)
+                del first.forks[:-_MOST_FORKS]
+
+    def part(self, place: Place) -> None:
+        """Another router was the first to go on from here: this turn is a line of its own."""
+        if place.line is not None and place.line.tip == place.matched:
+            place.line.tip = b""
+        if place.root is not None and self._alive(place.root) is None:
+            self._set(place.root, Line(place.root, b""))
 
     def settle(self, place: Place) -> Settled:
         """A turn has ended: the next that begins with its messages will find it.
@@ -128,8 +169,9 @@ class Identities:
         line.tip = whole
         self._set(whole, line)
         first = None if place.root is None else self._alive(place.root)
-        if first is not None and place.root is not None:
-            self._set(place.root, first)
+        if first is not None:
+            # By the line's own copy of the name's key.
+            self._set(first.key, first)
             if first.forks is not None and line in first.forks:
                 first.forks.remove(line)
                 first.forks.append(line)
@@ -145,7 +187,7 @@ class Identities:
 
     def end_named(self, root: Key) -> list[Key]:
         """The same for a named conversation."""
-        first = self._lines.pop(root, None)
+        first = self._lines.pop(root)
         if first is None:
             return [root]
         lines = [first, *(first.forks or ())]
@@ -166,13 +208,13 @@ class Identities:
 
     def _new_line(self, place: Place, whole: bytes) -> tuple[Line, list[Key]]:
         if place.root is None:
-            return Line(whole if place.line is None else _fork(whole), whole, None, False), []
+            return Line(whole if place.line is None else _fork(whole), whole), []
         first = self._alive(place.root)
         if first is None:
-            first = Line(place.root, whole, None, False)
+            first = Line(place.root, whole)
             self._set(place.root, first)
             return first, []
-        line = Line(_fork(whole), whole, None, False)
+        line = Line(_fork(whole), whole)
         first.forks = first.forks or []
         first.forks.append(line)
         if len(first.forks) <= _MOST_FORKS:
@@ -186,10 +228,19 @@ class Identities:
         return None if line is None or line.over else line
 
     def _set(self, digest: bytes, line: Line) -> None:
-        self._lines.pop(digest, None)
-        self._lines[digest] = line
-        if len(self._lines) > self._limit:
-            del self._lines[next(iter(self._lines))]
+        self._lines.set(digest, line)
+        for old in self._lines.excess():
+            self._lines.pop(old)
+
+
+def trace(tenant: str, request: TurnRequest, headers: Mapping[str, str]) -> Trace:
+    """What a request says of where it belongs. ClientError 400 for an id that is of no use."""
+    name, by = _named(request, headers)
+    root = None if name is None else conversation_key(tenant, name)
+    messages = _messages(request.history)
+    if not messages:
+        return Trace(by, root)
+    return Trace(by, root, _digests(root or conversation_key(tenant, ""), request, messages))
 
 
 def _named(request: TurnRequest, headers: Mapping[str, str]) -> tuple[str | None, str]:
@@ -231,7 +282,7 @@ def _digests(
     seed: bytes, request: TurnRequest, messages: Sequence[msgspec.Raw | bytes]
 ) -> list[bytes]:
     """For each number of messages from the first on, a digest of them."""
-    rolling = hashlib.blake2b(seed, digest_size=16)
+    rolling = hashlib.blake2b(seed, digest_size=DIGEST_BYTES)
     # Nothing is ever reused across these two.
     for name in ("model", "cache_salt"):
         _add(rolling, bytes(request.fields.get(name, b"")))
@@ -250,4 +301,4 @@ def _add(rolling: hashlib.blake2b, data: msgspec.Raw | bytes) -> None:
 
 def _fork(whole: bytes) -> Key:
     """A key for the line that begins here; `whole` itself may be that of another."""
-    return hashlib.blake2b(whole, digest_size=16, person=b"fork").digest()
+    return hashlib.blake2b(whole, digest_size=DIGEST_BYTES, person=b"fork").digest()

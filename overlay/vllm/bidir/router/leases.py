@@ -3,21 +3,22 @@
 
 A D in lease mode says for how long it keeps a turn. While the conversation goes on the lease is
 renewed, and given back as soon as nobody needs it. What is here is the book of them; `heartbeat`
-makes the calls, `conversations` decides when one has ended.
+makes the calls, `conversations` knows their ids and decides when one has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import re
+from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from vllm.bidir.router.metrics import Metrics
+from vllm.bidir.router.recent import Recent
+from vllm.bidir.router.record import is_lease_id
 
-_WELL_FORMED = re.compile(r"d[0-9]{1,9}-[0-9a-f]{32}")
 # A node may name any time; more than this is never needed, and stays a number of ordinary size.
 _LONGEST_S = 86_400.0
 
@@ -33,48 +34,80 @@ class Ended(str, Enum):
     EVICTED = "evicted"
 
 
-@dataclass(eq=False, slots=True)
-class Lease:
-    """One kept turn of the conversation `key` on the decode node `node`.
+# What ends one router's interest in a conversation, and not the conversation.
+_OURS_ONLY = frozenset((Ended.IDLE, Ended.EVICTED, Ended.DRAINED))
 
-    It runs `duration_s` without renewal. `used`: when the conversation was last heard of.
+
+@dataclass(frozen=True)
+class Terms:
+    """How D keeps a turn: by which name, and how long without renewal (seconds).
+
+    `renewed_s` is None where it keeps it for a fixed time; so may `lease_id` be then.
     """
 
-    node: str
-    lease_id: str
-    key: bytes
-    duration_s: float
-    used: float
+    lease_id: str | None = None
+    renewed_s: float | None = None
+
+
+def terms_of(params: dict[str, Any]) -> Terms:
+    """What D's params of a finished turn say. Terms that are of no use are none."""
+    lease_id = params.get("lease_id")
+    if not is_lease_id(lease_id):
+        return Terms()
+    return Terms(lease_id, _seconds(params.get("lease_duration")))
 
 
 class NodeLeases:
-    """One decode node's leases: those to be renewed, and the ids of those to be given back.
+    """One decode node's leases: the conversations whose leases are to be renewed, the least
+    recently used first, and the ids of those to be given back. Where one may be another router's by
+    now, the conversation is named, and has to be asked about before.
 
     `sooner` is set when a lease has come that runs shorter than all others, `any_ended` while there
     is something to give back, or when the node is `gone` and nothing more will come.
     """
 
     def __init__(self) -> None:
-        self.living: dict[str, Lease] = {}
-        self.ended: list[str] = []
+        self.living: Recent[bytes, None] = Recent()
+        self.ended: dict[str, bytes | None] = {}
         self.shortest_s = math.inf
         self.sooner = asyncio.Event()
         self.any_ended = asyncio.Event()
         self.gone = False
+        self._durations: Counter[float] = Counter()
+
+    def begin(self, key: bytes, renewed_s: float) -> None:
+        """From now on this conversation's lease is renewed."""
+        self.living.set(key, None)
+        self._durations[renewed_s] += 1
+        if renewed_s < self.shortest_s:
+            self.shortest_s = renewed_s
+            self.sooner.set()
+
+    def end(self, key: bytes, renewed_s: float) -> None:
+        """It is renewed no longer."""
+        self.living.pop(key)
+        self._durations[renewed_s] -= 1
+        if not self._durations[renewed_s]:
+            del self._durations[renewed_s]
 
     def look_again(self) -> None:
         """Find the shortest lease anew, after some have gone."""
-        self.shortest_s = min((one.duration_s for one in self.living.values()), default=math.inf)
+        self.shortest_s = min(self._durations, default=math.inf)
 
-    def take_ended(self) -> list[str]:
+    def give_back(self, lease_id: str, key: bytes | None) -> None:
+        """The node is told soon that nobody needs it any more."""
+        self.ended[lease_id] = key
+        self.any_ended.set()
+
+    def take_ended(self) -> dict[str, bytes | None]:
         """The ids to give back; they are the caller's now."""
-        taken, self.ended = self.ended, []
+        taken, self.ended = self.ended, {}
         self.any_ended.clear()
         return taken
 
 
 class Leases:
-    """All leases, by node, which may come and go. Each belongs to one conversation."""
+    """All leases, by node, which may come and go."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._of: dict[str, NodeLeases] = {}
@@ -85,47 +118,23 @@ class Leases:
 
     def of(self, node: str) -> NodeLeases:
         """A node's leases, none at first."""
-        return self._of.setdefault(node, NodeLeases())
+        found = self._of.get(node)
+        if found is None:
+            found = self._of[node] = NodeLeases()
+        return found
 
     def drop(self, node: str) -> None:
         """The node is gone for good; what it still kept runs out there."""
         self._of.pop(node, None)
 
-    def begin(self, node: str, params: dict[str, Any], key: bytes, now: float) -> Lease | None:
-        """The lease that D's params of a finished turn name, from now on to be renewed.
+    def give_back(self, node: str, lease_id: str, why: Ended, key: bytes | None) -> None:
+        """This router needs it no more: the node is told soon.
 
-        None if they name none, nothing usable, or one that another conversation has.
+        Unless another goes on with the conversation `key`, which it cannot if a turn, or somebody
+        who may say so, has ended this lease.
         """
-        lease_id, duration_s = params.get("lease_id"), _seconds(params.get("lease_duration"))
-        if duration_s is None or not isinstance(lease_id, str):
-            return None
-        if not _WELL_FORMED.fullmatch(lease_id):
-            return None
-        here = self.of(node)
-        lease = here.living.setdefault(lease_id, Lease(node, lease_id, key, duration_s, now))
-        if lease.key != key:
-            return None
-        lease.duration_s, lease.used = duration_s, now
-        if duration_s < here.shortest_s:
-            here.shortest_s = duration_s
-            here.sooner.set()
-        return lease
-
-    def give_back(self, lease: Lease, why: Ended) -> None:
-        """Nobody needs it any more: the node is told soon. Once it has ended, nothing happens."""
-        if self.lost(lease):
-            here = self.of(lease.node)
-            here.ended.append(lease.lease_id)
-            here.any_ended.set()
-            self._metrics.released(why.value)
-
-    def lost(self, lease: Lease) -> bool:
-        """The node has it no longer; False if it had ended here before."""
-        here = self._of.get(lease.node)
-        if here is None or here.living.get(lease.lease_id) is not lease:
-            return False
-        del here.living[lease.lease_id]
-        return True
+        self.of(node).give_back(lease_id, key if why in _OURS_ONLY else None)
+        self._metrics.released(why.value)
 
 
 def _seconds(value: Any) -> float | None:

@@ -140,6 +140,43 @@ class Metrics:
             "Conversations whose last turn is remembered.",
             registry=self.registry,
         )
+        self.params_bytes = Gauge(
+            "bidir_router_params_bytes",
+            "Memory that the kv_transfer_params at hand take (--max-kept-params).",
+            registry=self.registry,
+        )
+        self._recalled = Counter(
+            "bidir_router_params_asked",
+            "Turns for which the decode node was asked for the params of the turn before, since "
+            "they were not at hand, by outcome (found, or why not).",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.state_up = Gauge(
+            "bidir_router_state_up",
+            "1 while the state that routers share can be used, or there is none; 0: this router "
+            "goes by its own memory.",
+            registry=self.registry,
+        )
+        self.state_up.set(1)
+        self._state_failures = Counter(
+            "bidir_router_state_failures",
+            "Uses of the shared state that came to nothing, by kind (timeout, connection, skipped "
+            "while it is away, refused by Redis, value: what was found is none).",
+            ["kind"],
+            registry=self.registry,
+        )
+        self.state_seconds = Histogram(
+            "bidir_router_state_seconds",
+            "What a use of the shared state took, before a turn or after it.",
+            buckets=_CALL_SECONDS,
+            registry=self.registry,
+        )
+        self.taken_over = Counter(
+            "bidir_router_taken_over",
+            "Turns whose last turn another router has served.",
+            registry=self.registry,
+        )
         self.leases = Gauge(
             "bidir_router_leases",
             "Leases of decode nodes that are being renewed.",
@@ -235,6 +272,12 @@ class Metrics:
         """`source`: "file", or the name that cannot be resolved."""
         self._node_list_errors.inc()
         self.last_errors.note("node list", source, "not usable")
+
+    def recalled(self, outcome: str) -> None:
+        self._recalled.labels(outcome).inc()
+
+    def state_failure(self, kind: str) -> None:
+        self._state_failures.labels(kind).inc()
 
     def released(self, reason: str) -> None:
         self._released.labels(reason).inc()

@@ -14,6 +14,7 @@ from vllm.bidir.router.address import Address as Address
 from vllm.bidir.router.keys import engine_key, given_keys
 from vllm.bidir.router.node_options import NodeOptions, add_node_arguments, node_options
 from vllm.bidir.router.security import Security
+from vllm.bidir.router.state_options import StateOptions, add_state_arguments, state_options
 
 API_KEY_VARIABLE = "VLLM_BIDIR_ENGINE_API_KEY"
 
@@ -42,6 +43,7 @@ class RouterOptions:
     conversation_ttl: float = 450.0
     conversation_idle_timeout: float = 600.0
     max_conversations: int = 100_000
+    max_kept_params: int = 8 << 20
     max_body: int = 64 << 20
     connect_timeout: float = 5.0
     drain_delay: float = 0.0
@@ -52,6 +54,7 @@ class RouterOptions:
     nodes: NodeOptions = field(default_factory=NodeOptions)
     security: Security = field(default_factory=Security)
     otlp_traces_endpoint: str | None = None
+    state: StateOptions = field(default_factory=StateOptions)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -98,6 +101,15 @@ def parser() -> argparse.ArgumentParser:
         f"default {defaults.max_conversations}",
     )
     made.add_argument(
+        "--max-kept-params",
+        type=int,
+        default=defaults.max_kept_params,
+        metavar="BYTES",
+        help="have the kv_transfer_params of the last conversations at hand, in so much memory; "
+        "for the others the decode node is asked when their next turn comes; "
+        f"default {defaults.max_kept_params}",
+    )
+    made.add_argument(
         "--max-body",
         type=int,
         default=defaults.max_body,
@@ -130,6 +142,7 @@ def parser() -> argparse.ArgumentParser:
     )
     trace_options.add_arguments(made)
     security.add_arguments(made)
+    add_state_arguments(made)
     return made
 
 
@@ -148,6 +161,7 @@ def parse(argv: Sequence[str] | None = None) -> RouterOptions:
             made, "--conversation-idle-timeout", args.conversation_idle_timeout, 0, 1e9
         ),
         max_conversations=_in_range(made, "--max-conversations", args.max_conversations, 1, 1e9),
+        max_kept_params=_in_range(made, "--max-kept-params", args.max_kept_params, 0, 1 << 40),
         max_body=_in_range(made, "--max-body", args.max_body, 1, 1 << 40),
         drain_delay=_in_range(made, "--drain-delay", args.drain_delay, 0, 3600),
         drain_timeout=_in_range(made, "--drain-timeout", args.drain_timeout, 0, 86_400),
@@ -162,6 +176,7 @@ def parse(argv: Sequence[str] | None = None) -> RouterOptions:
         nodes=nodes,
         security=security.from_args(made, args),
         otlp_traces_endpoint=trace_options.from_args(made, args),
+        state=state_options(made, args),
     )
 
 

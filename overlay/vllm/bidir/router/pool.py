@@ -98,6 +98,10 @@ class Pool:
         usable = [node for node in self._in_turns() if node.health.usable(now)]
         return iter(sorted(usable, key=lambda node: node.name != first))
 
+    def named(self, name: str) -> Node | None:
+        """The node on the list that has this name (host:port)."""
+        return next((node for node in self._nodes if node.name == name), None)
+
     def watch(self, watcher: Watcher) -> None:
         """Tell it of the nodes that are here, and of all that come and go."""
         self._watchers.append(watcher)

@@ -101,19 +101,49 @@ class Responses:
         stored = _flag(fields.get("store"))
         return request, None if stored is False else asked
 
-    def keep(self, asked: Asked, said: Said) -> None:
-        """Keep an answered request; it is expanded for the tenant who asked only."""
+    def keep(self, asked: Asked, said: Said) -> Key | None:
+        """Keep an answered request; it is expanded for the tenant who asked only.
+
+        Under which key it is kept; None if it is not.
+        """
         output = items_of(said.output)
         if output is None or not 0 < len(said.id) <= MAX_ID:
-            return
+            return None
         key = conversation_key(asked.tenant, said.id)
-        self._drop(key)
         # A copy: else the whole body that it is a part of would stay.
         items = b",".join(part for part in (asked.items, output) if part)
-        self._kept[key] = _Kept(asked.previous, items)
+        self.adopt(key, asked.previous, items)
+        return key if key in self._kept else None
+
+    def adopt(self, key: Key, previous: Key | None, items: bytes) -> None:
+        """Keep a response's own items, behind those of the one before it."""
+        self._drop(key)
+        self._kept[key] = _Kept(previous, items)
         self.bytes += len(items) + _ENTRY_BYTES
         while self.bytes > self._limit:
             self._drop(next(iter(self._kept)))
+
+    def named(self, tenant: str, request: TurnRequest) -> Key | None:
+        """The response that a request continues; None if it names none."""
+        named = request.fields.get(PREVIOUS)
+        return None if request.path != PATH or named is None else self._key(tenant, named)
+
+    def items(self, key: Key) -> bytes | None:
+        """A response's own items; None if it is not kept."""
+        kept = self._kept.get(key)
+        return None if kept is None else kept.items
+
+    def line(self, key: Key) -> tuple[list[Key], Key | None]:
+        """A response and those before it as far as they are kept; the one that is missing."""
+        line: dict[Key, None] = {}
+        at: Key | None = key
+        while at is not None and at not in line:
+            kept = self._kept.get(at)
+            if kept is None:
+                return list(line), at
+            line[at] = None
+            at = kept.previous
+        return list(line), None
 
     def _key(self, tenant: str, raw: msgspec.Raw) -> Key | None:
         try:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the process runs on: an event loop, and how often Python looks for garbage."""
+"""What the process runs on: an event loop, how often Python looks for garbage, freed memory."""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import importlib
 import importlib.util
@@ -12,6 +13,9 @@ from typing import Any
 
 # Python's own 700 comes several times a turn, and finds next to nothing.
 _GC_THRESHOLD = 10_000
+# mallopt(3): from this size on what is freed goes back to the system.
+_M_MMAP_THRESHOLD = -3
+_MAPPED_FROM = 1 << 20
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -23,6 +27,16 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
         return asyncio.new_event_loop()
     made: asyncio.AbstractEventLoop = importlib.import_module("uvloop").new_event_loop()
     return made
+
+
+def return_memory() -> bool:
+    """Let the tables that grow leave nothing behind; False where the C library is not glibc.
+
+    By itself glibc raises this size to that of the largest block it has seen freed, and keeps all
+    smaller ones: 20 MB with 100,000 conversations.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM) == 1
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,22 @@ class SideChannels:
         """
         if params.get("remote_port") is None and not params.get("remote_block_ids"):
             return params
+        return self._admit(params, node, host, self._is_constant)
+
+    def recognise(self, params: dict[str, Any], node: str, host: str) -> dict[str, Any] | None:
+        """The same of params that have not come from the node itself: they teach nothing.
+
+        Only a port that the engine has named here before is one that it has.
+        """
+        return self._admit(params, node, host, self._is_known)
+
+    def _admit(
+        self,
+        params: dict[str, Any],
+        node: str,
+        host: str,
+        may_name: Callable[[str, str, int], bool],
+    ) -> dict[str, Any] | None:
         given = self._given.get(node)
         engine, port = params.get("remote_engine_id"), params.get("remote_port")
         if not isinstance(engine, str) or not 0 < len(engine) <= _MAX_ENGINE_ID:
@@ -74,9 +90,14 @@ class SideChannels:
         if given is not None and given.ports is not None:
             if port not in given.ports:
                 return None
-        elif not self._is_constant(node, engine, port):
+        elif not may_name(node, engine, port):
             return None
         return {**params, "remote_host": host if given is None else given.host}
+
+    def _is_known(self, node: str, engine: str, port: int) -> bool:
+        ports = self._ports.get(node)
+        here = None if ports is None else ports.get(engine)
+        return here is not None and here.known == port
 
     def _is_constant(self, node: str, engine: str, port: int) -> bool:
         """Whether this engine has named no other port; two in a row that agree have moved it.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from contextlib import closing, suppress
@@ -15,11 +16,11 @@ from vllm.bidir.router.access import Access
 from vllm.bidir.router.ask import ask_of
 from vllm.bidir.router.body import read_body
 from vllm.bidir.router.client_stream import ClientGoneError, ClientStream
-from vllm.bidir.router.conversations import Conversations, KeptTurn, Key
+from vllm.bidir.router.conversations import Conversations, Key
 from vllm.bidir.router.draining import ANSWER_BEGUN
 from vllm.bidir.router.errors import ClientError, error_event
 from vllm.bidir.router.headers import REQUEST_ID, request_id, to_client, to_engine
-from vllm.bidir.router.identity import Identities, Place
+from vllm.bidir.router.identity import Identities, Place, trace
 from vllm.bidir.router.leases import Ended
 from vllm.bidir.router.legs import (
     FIRST_TURN,
@@ -38,6 +39,8 @@ from vllm.bidir.router.pass_through import PassThrough
 from vllm.bidir.router.policies import Ask
 from vllm.bidir.router.pool import Pool
 from vllm.bidir.router.progress import Progress
+from vllm.bidir.router.recall import Recall
+from vllm.bidir.router.record import KeptTurn
 from vllm.bidir.router.request import (
     END_HEADER,
     TurnRequest,
@@ -48,6 +51,7 @@ from vllm.bidir.router.responses import Asked, Responses, ResponsesFilter, Said,
 from vllm.bidir.router.reuse import HEADER, Reuse
 from vllm.bidir.router.seat import Seat
 from vllm.bidir.router.side_channels import SideChannels
+from vllm.bidir.router.state import State
 from vllm.bidir.router.stream import StreamFilter, first_error, only_opens, take_params
 from vllm.bidir.router.while_up import while_up
 
@@ -56,21 +60,22 @@ logger = logging.getLogger("vllm_bidir_router")
 _EVENT_STREAM = "text/event-stream"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Turn:
     """One turn under way. `place` is None for a request without a conversation.
 
-    `last`: the client has said that no turn follows. `asked`: what to keep of it as a response.
+    `kept`: the turn before, with its params. `last`: the client has said that no turn follows.
+    `asked`: what to keep of it as a response.
     """
 
     request: TurnRequest
     headers: dict[str, str]
     request_id: str
     place: Place | None
-    kept: KeptTurn | None
     last: bool
     asked: Asked | None
     progress: Progress
+    kept: KeptTurn | None = None
     reuse: Reuse = field(default_factory=Reuse)
 
     @property
@@ -98,6 +103,8 @@ class Turns:
         identities: Identities,
         responses: Responses,
         side_channels: SideChannels,
+        recall: Recall,
+        state: State,
     ) -> None:
         self._legs = legs
         self._prefill = prefill
@@ -108,14 +115,18 @@ class Turns:
         self._identities = identities
         self._responses = responses
         self._side_channels = side_channels
+        self._recall = recall
+        self._state = state
+        self._keeping: set[asyncio.Future[None]] = set()
 
     async def serve(self, http: web.Request) -> web.StreamResponse:
         """Answer one client; ClientError is the caller's to turn into a response."""
         progress = Progress(self._metrics)
         body = await read_body(http)
         request = parse_request(http.path, body)
-        turn = self._identify(http, request, progress)
+        turn = await self._identify(http, request, progress)
         with self._conversations.under_way(turn.key, turn):
+            await self._recall_kept(turn)
             return await self._both_legs(http, turn)
 
     async def _both_legs(self, http: web.Request, turn: Turn) -> web.StreamResponse:
@@ -135,36 +146,53 @@ class Turns:
                 return _whole(prefilled, turn)
             return await self._decode_leg(http, turn, prefilled.params, seat)
 
-    def _identify(self, http: web.Request, request: TurnRequest, progress: Progress) -> Turn:
+    async def _identify(self, http: web.Request, request: TurnRequest, progress: Progress) -> Turn:
         last = ends_conversation(http.headers.get(END_HEADER))
         named = request_id(http.headers)
         headers = to_engine(http.headers, self._access.authorization(http.headers))
         headers |= {REQUEST_ID: named, "Content-Type": "application/json"}
-        kept, reason = None, Reason.NO_CONVERSATION
         tenant = self._access.tenant(http.headers)
+        await self._state.bring_responses(tenant, request)
         request, asked = self._responses.expand(tenant, request)
-        place = self._identities.find(tenant, request, http.headers)
+        traced = trace(tenant, request, http.headers)
+        await self._state.bring(traced)
+        place = self._identities.place(traced)
         self._metrics.identified("none" if place is None else place.by)
-        if place is not None:
-            found = self._conversations.get(place.key)
-            if not isinstance(found, KeptTurn):
-                reason = found
-            elif self._decode.is_down(found.node):
-                # P would wait for it in vain. What it keeps is remembered: it may come back.
-                reason = Reason.PEER_GONE
-            else:
-                kept = found
-        turn = Turn(request, headers, named, place, kept, last, asked, progress)
-        turn.reuse.reason = None if kept is not None else reason
+        turn = Turn(request, headers, named, place, last, asked, progress)
         progress.about(request, turn.reuse)
-        if request.bypass is None:
-            if kept is not None:
-                self._metrics.hit()
-                logger.info("%s: cache HIT (%s)", turn, kept.node)
-            else:
-                self._metrics.miss(reason)
-                logger.info("%s: cache MISS (%s)", turn, reason)
         return turn
+
+    async def _recall_kept(self, turn: Turn) -> None:
+        """Find what is kept of the turn before, or why nothing is."""
+        found: KeptTurn | Reason = Reason.NO_CONVERSATION
+        if turn.key is not None:
+            found = self._conversations.get(turn.key)
+            if isinstance(found, KeptTurn):
+                if self._decode.is_down(found.node):
+                    # P would wait for it in vain. What it keeps is remembered: it may come back.
+                    found = Reason.PEER_GONE
+                elif found.encoded is None:
+                    found = await self._ask_for_params(turn.key, found)
+        if isinstance(found, KeptTurn):
+            turn.kept = found
+        turn.reuse.reason = found if isinstance(found, Reason) else None
+        if turn.request.bypass is not None:
+            return
+        if isinstance(found, KeptTurn):
+            self._metrics.hit()
+            logger.info("%s: cache HIT (%s)", turn, found.node)
+        else:
+            self._metrics.miss(found)
+            logger.info("%s: cache MISS (%s)", turn, found)
+
+    async def _ask_for_params(self, key: Key, kept: KeptTurn) -> KeptTurn | Reason:
+        """The same turn with its params, or why D does not tell them."""
+        told = await self._recall.params(kept)
+        if isinstance(told, KeptTurn):
+            self._conversations.put_params(key, told)
+        elif told is Reason.EXPIRED and kept.lease_id is not None:
+            self._conversations.lost(key, kept.lease_id)
+        return told
 
     async def _prefill_leg(self, turn: Turn, ask: Ask) -> PrefillDone | Answer:
         """P's params, or a refusal that the client must see; without any P, no params."""
@@ -264,7 +292,7 @@ class Turns:
                 if _is_stream(upstream):
                     return await self._stream(http, turn, node, upstream, first)
         if failed is None:
-            return self._answer(turn, node, upstream, first)
+            return await self._answer(turn, node, upstream, first)
         self._failed(turn, "decode", node, str(failed.status))
         return failed
 
@@ -306,11 +334,13 @@ class Turns:
             upstream.close()
             raise
 
-    def _answer(self, turn: Turn, node: Node, upstream: Reply, whole: bytes) -> web.StreamResponse:
+    async def _answer(
+        self, turn: Turn, node: Node, upstream: Reply, whole: bytes
+    ) -> web.StreamResponse:
         body, found = take_params(whole)
         if upstream.status == 200:
-            self._keep(turn, node, found)
-            self._keep_response(turn, None if turn.asked is None else said_in(whole))
+            await self._keep(turn, node, found)
+            await self._keep_response(turn, None if turn.asked is None else said_in(whole))
             turn.progress.answered(turn.reuse)
         return _whole(Answer.of(upstream, body), turn)
 
@@ -333,14 +363,14 @@ class Turns:
         taken = StreamFilter() if turn.asked is None else ResponsesFilter()
         kept = False
 
-        def note() -> None:
+        async def note() -> None:
             nonlocal kept
             if taken.params is not None:
-                self._keep(turn, node, taken.params)
-                taken.params, kept = None, True
+                params, taken.params, kept = taken.params, None, True
+                await self._keep(turn, node, params)
             if isinstance(taken, ResponsesFilter):
-                self._keep_response(turn, taken.said)
-                taken.said = None
+                said, taken.said = taken.said, None
+                await self._keep_response(turn, said)
 
         passing = PassThrough(upstream, taken, client, note)
         try:
@@ -352,22 +382,38 @@ class Turns:
             message = "The decode node failed in the middle of its answer."
             client.put(error_event(502, message, turn.request.path, passing.sent))
             return
-        passing.finish()
-        note()
+        await passing.finish()
         if not kept:
-            self._keep(turn, node, None)
+            await self._keep(turn, node, None)
         turn.progress.answered(turn.reuse)
 
-    def _keep(self, turn: Turn, node: Node, params: dict[str, Any] | None) -> None:
+    async def _keep(self, turn: Turn, node: Node, params: dict[str, Any] | None) -> None:
         """Remember what D has kept of a turn that it has answered, or that it has kept nothing."""
+        keeping = self._keep_now(turn, node, params)
+        if not self._state.shared:
+            await keeping
+            return
+        # Others have to be asked, and a client that goes meanwhile leaves its lease all the same.
+        task = asyncio.ensure_future(keeping)
+        self._keeping.add(task)
+        task.add_done_callback(self._keeping.discard)
+        await asyncio.shield(task)
+
+    async def _keep_now(self, turn: Turn, node: Node, params: dict[str, Any] | None) -> None:
         kept = self._admit(turn, "decode", node, params)
         place = turn.place
+        if place is not None:
+            # Whatever another router knows of it.
+            if not turn.last:
+                await self._state.look_again(place)
+            elif place.root is not None:
+                await self._state.bring_named(place.root)
         if place is not None and not self._conversations.goes_on(place.key, turn):
             place = None  # forgotten while this turn ran
         if place is None or turn.last:
             self._conversations.put_last(turn.key if place else None, kept or {}, node.name)
-            for key in () if place is None else self._identities.end(place):
-                self._conversations.forget(key, Ended.ENDED)
+            if place is not None:
+                await self._forget(self._identities.end(place), Ended.ENDED)
             return
         settled = self._identities.settle(place)
         if node.draining:
@@ -376,13 +422,21 @@ class Turns:
             self._conversations.put(settled.key, kept, node.name)
         else:
             self._conversations.put_nothing(settled.key, why_nothing(params))
-        for key in settled.over:
-            self._conversations.forget(key, Ended.SUPERSEDED)
+        await self._state.tell(place, settled.key)
+        await self._forget(settled.over, Ended.SUPERSEDED)
 
-    def _keep_response(self, turn: Turn, said: Said | None) -> None:
+    async def _forget(self, keys: list[Key], why: Ended) -> None:
+        for key in keys:
+            self._conversations.forget(key, why)
+        if keys:
+            await self._state.forget(keys)
+
+    async def _keep_response(self, turn: Turn, said: Said | None) -> None:
         """Keep what a later request may name as its previous response."""
         if turn.asked is not None and said is not None:
-            self._responses.keep(turn.asked, said)
+            key = self._responses.keep(turn.asked, said)
+            if key is not None:
+                await self._state.tell_response(key)
 
     def _admit(
         self, turn: Turn, leg: str, node: Node, params: dict[str, Any] | None
