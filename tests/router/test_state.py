@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import ssl
 import subprocess
 import sys
@@ -462,3 +463,29 @@ async def test_event_of_a_stream_is_sent_after_its_turn_is_told(
                 while b'"finish_reason":"stop"' not in whole:
                     whole += await answer.content.readany()
     assert offered(one) == [None, *(f"turn-{number}" for number in range(1, 20))]
+
+
+async def test_a_client_that_goes_at_the_end_leaves_no_lease_behind(
+    make_setup: MakeSetup, redis: RedisServer
+) -> None:
+    """While the others are told, which takes its time here: it is kept, or given back."""
+    setup = await make_setup(state=state(redis))
+    leases, may_end = setup.decode[0].leases, asyncio.Event()
+    leases.duration_s = LONG_S
+
+    async def slow(request: web.Request, body: dict[str, Any]) -> None:
+        await may_end.wait()
+
+    setup.decode[0].script = slow
+    asking = asyncio.create_task(setup.ask(conversation_id="c"))
+    await until(lambda: len(setup.decode[0].asked) == 1)
+    redis.signal(signal.SIGSTOP)
+    try:
+        may_end.set()
+        await until(lambda: bool(leases.told))
+        await asyncio.sleep(0.1)
+        asking.cancel()
+        await asyncio.sleep(0.1)
+    finally:
+        redis.signal(signal.SIGCONT)
+    await until(lambda: leases.released() == [lease_id(1)])
