@@ -66,7 +66,7 @@ BUSY = status(
     Turns(912_344, {"first_turn": 140_201, "expired": 20_118, "no_params": 903, "budget": 4_410}),
     {"bypass_n": 812, "peer_gone": 3},
     [
-        LastError("prefill leg", "10.0.12.13:8100", "AnswerError", 9, NOW - 12),
+        LastError("prefill leg", "10.0.12.13:8100", "ConnectionResetError", 9, NOW - 12),
         LastError("prefill node", "10.0.12.13:8100", "ejected", 3, NOW - 12),
         LastError("lease renew", "10.0.13.24:8200", "TimeoutError", 2, NOW - 340),
         LastError("decode queue", "", "queue_timeout", 17, NOW - 7_900),
@@ -92,7 +92,9 @@ MANY = status(
     ),
     {"bypass_logprobs": 1},
     [
-        LastError("decode leg", _LONG.format(0xB000 + number), "ConnectionRefusedError", 12, NOW - 61)
+        LastError(
+            "decode leg", _LONG.format(0xB000 + number), "ConnectionRefusedError", 12, NOW - 61
+        )
         for number in range(40)
     ]
     + [LastError("answer to /v1/chat/completions", "", "503", 123_456, NOW - 9)],
