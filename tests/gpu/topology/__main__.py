@@ -162,11 +162,20 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument(
         "--deadline", type=float, default=130, help="seconds until the last one begins"
     )
-    run.add_argument("engine_args", nargs="*", help="after --: more arguments of vllm serve")
+    run.usage = (
+        f"{run.format_usage().removeprefix('usage: ').rstrip()} [-- ARGUMENTS OF vllm serve]"
+    )
     written = commands.add_parser("report", help="summary.json and README.md of runs")
     written.add_argument("folders", type=Path, nargs="+", help="--out of runs")
     written.add_argument("--to", type=Path, required=True, help="folder for the summary")
-    return parser.parse_args(argv)
+    # By hand: argparse would take none for a positional that stands before an option.
+    given = sys.argv[1:] if argv is None else list(argv)
+    end = given.index("--") if "--" in given else len(given)
+    options = parser.parse_args(given[:end])
+    if given[end:] and options.command != "run":
+        parser.error("only run takes arguments of vllm serve after --")
+    options.engine_args = given[end + 1 :]
+    return options
 
 
 if __name__ == "__main__":

@@ -130,3 +130,13 @@ def test_a_plan_says_where_each_node_would_run(capsys: pytest.CaptureFixture[str
     lines = capsys.readouterr().out.splitlines()
     assert "tp2: prefill-0 on 0+1, decode-0 on 0+1 (shared)" in lines
     assert "nvlink: prefill-0 on 0, decode-0 on 1" in lines
+
+
+def test_arguments_of_engines_come_after_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["run", "tp2", "--out", "x", "--model", "dense"]
+    options = command._arguments([*given, "--", "--block-size", "128"])
+    assert (options.model, options.engine_args) == ("dense", ["--block-size", "128"])
+    assert command._arguments(given).engine_args == []
+    with pytest.raises(SystemExit):
+        command._arguments(["plan", "--", "--block-size", "128"])
+    assert "only run takes arguments of vllm serve" in capsys.readouterr().err
