@@ -162,7 +162,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument(
         "--deadline", type=float, default=130, help="seconds until the last one begins"
     )
-    run.usage = (
+    run.epilog = "After --: more arguments of vllm serve, such as -- --block-size 128."
         f"{run.format_usage().removeprefix('usage: ').rstrip()} [-- ARGUMENTS OF vllm serve]"
     )
     written = commands.add_parser("report", help="summary.json and README.md of runs")
