@@ -163,8 +163,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--deadline", type=float, default=130, help="seconds until the last one begins"
     )
     run.epilog = "After --: more arguments of vllm serve, such as -- --block-size 128."
-        f"{run.format_usage().removeprefix('usage: ').rstrip()} [-- ARGUMENTS OF vllm serve]"
-    )
     written = commands.add_parser("report", help="summary.json and README.md of runs")
     written.add_argument("folders", type=Path, nargs="+", help="--out of runs")
     written.add_argument("--to", type=Path, required=True, help="folder for the summary")
