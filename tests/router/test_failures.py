@@ -406,41 +406,6 @@ async def test_a_client_that_reads_slowly_slows_its_d_down_and_loses_nothing(
     assert whole == Written.PIECE * pieces
 
 
-async def test_many_streams_at_once(make_setup: MakeSetup) -> None:
-    """All of them open at the same time, each with its own bytes."""
-    count = 400
-    setup = await make_setup(2, 2)
-    all_there = asyncio.Event()
-    open_now = 0
-
-    async def slow(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        nonlocal open_now
-        response = await begin(request)
-        await response.write(event(body["user"]))
-        open_now += 1
-        if open_now == count:
-            all_there.set()
-        await all_there.wait()
-        await response.write(event("[DONE]"))
-        return response
-
-    for engine in setup.decode:
-        engine.script = slow
-    session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-
-    async def one(user: str) -> bool:
-        body = {**BODY, "stream": True, "user": user}
-        async with session.post(setup.url + "/v1/completions", json=body) as response:
-            return await response.read() == event(user) + event("[DONE]")
-
-    async with session:
-        whole = await asyncio.wait_for(
-            asyncio.gather(*(one(str(number)) for number in range(count))), 60
-        )
-    assert all(whole)
-    assert [len(engine.asked) for engine in setup.decode] == [count / 2] * 2
-
-
 def test_a_host_that_has_vanished_is_noticed() -> None:
     with node_socket((socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 9))) as made:
         assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1

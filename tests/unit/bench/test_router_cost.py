@@ -19,7 +19,7 @@ from tools.bench.router.client import Connection as ClientConnection
 from tools.bench.router.client import Reply, unchunked
 from tools.bench.router.engines import Connection, Engines
 from tools.bench.router.figures import Memory, Sample, as_json, quantile, verdicts
-from tools.bench.router.load import BothLegs, Load, check, measure
+from tools.bench.router.load import BothLegs, Load, Slice, check, measure, of_slices
 from tools.bench.router.script import decode_params, encoded, request_body
 from tools.bench.router.table import report
 
@@ -139,6 +139,27 @@ async def test_cpu_per_stream_is_that_of_the_process_between() -> None:
     assert all(
         first <= whole for first, whole in zip(sample.first_ms, sample.whole_ms, strict=True)
     )
+
+
+def reply(begun: float, ended: float) -> Reply:
+    return Reply(begun, begun + 0.001, ended, 200, b"")
+
+
+def test_what_others_disturb_is_left_out() -> None:
+    slices = [Slice(0, 1, 0.1, 0.2, 0.0), Slice(1, 2, 0.9, 0.9, 0.3), Slice(2, 3, 0.3, 0.4, 0.05)]
+    replies = [reply(0.1, 0.2), reply(0.3, 1.5), reply(1.6, 2.1), reply(2.2, 2.9), reply(2.5, 3.5)]
+    found = of_slices(slices, replies)
+    assert (found.streams, len(found.first_ms), found.seconds) == (3, 2, 2)
+    assert found.cpu_s == pytest.approx(0.4) and found.load_share == pytest.approx(0.3)
+    assert found.undisturbed == pytest.approx(2 / 3)
+
+
+def test_where_others_never_rest_all_counts_and_is_said() -> None:
+    slices = [Slice(0, 1, 0.1, 0.2, 0.5), Slice(1, 2, 0.1, 0.2, 0.3)]
+    found = of_slices(slices, [reply(0.1, 1.2)])
+    assert (found.streams, found.seconds, found.undisturbed) == (1, 2, 0)
+    with pytest.raises(BenchError, match="no stream came to its end"):
+        of_slices(slices, [reply(1.9, 2.1)])
 
 
 def sample(first_ms: float, cpu_ms: float) -> dict[str, Any]:

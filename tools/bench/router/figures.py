@@ -81,6 +81,7 @@ def as_json(sample: Sample) -> dict[str, Any]:
         "cpu_ms_per_stream": sample.cpu_ms,
         "router_core_share": sample.share,
         "load_core_share": sample.load_share,
+        "undisturbed": sample.undisturbed,
     }
 
 

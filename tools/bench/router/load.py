@@ -13,10 +13,14 @@ from typing import Any
 
 from tools.bench.cpu import cpu_seconds
 from tools.bench.errors import BenchError
+from tools.bench.leases.others import busy_seconds
 from tools.bench.router.client import Connection, Reply, unchunked
 from tools.bench.router.script import prefill_params, request_body
 
 PATH = "/v1/chat/completions"
+# Of the machine, what others may take: above it, figures tell of them.
+MOST_OTHERS = 0.05
+_SLICE_S = 0.5
 _HOST = "127.0.0.1"
 
 
@@ -37,10 +41,33 @@ class Load:
 
 
 @dataclass(frozen=True)
+class Slice:
+    """A stretch of a measurement, by `time.perf_counter`.
+
+    CPU seconds are those of the process in between, and of engines and clients. `others`: share of
+    the machine that others took.
+    """
+
+    begin: float
+    end: float
+    cpu_s: float
+    load_s: float
+    others: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+    def holds(self, at: float) -> bool:
+        return self.begin <= at < self.end
+
+
+@dataclass(frozen=True)
 class Sample:
     """What one measurement gave. CPU times are those of the process in between, 0 without one.
 
-    `load_share`: of the other core, taken by engines and clients.
+    `load_share`: of the other core, taken by engines and clients. `undisturbed`: how much of the
+    measurement that is; the rest, in which others took the machine, is left out.
     """
 
     streams: int
@@ -49,6 +76,7 @@ class Sample:
     whole_ms: tuple[float, ...]
     cpu_s: float
     load_share: float
+    undisturbed: float = 1.0
 
     @property
     def streams_per_s(self) -> float:
@@ -111,14 +139,20 @@ Client = Through | BothLegs
 
 
 async def measure(
-    make_client: Callable[[], Client], load: Load, between: int | None, engines: int
+    make_client: Callable[[], Client],
+    load: Load,
+    between: int | None,
+    engines: int,
+    busy: Callable[[], float] = busy_seconds,
 ) -> Sample:
-    """Drive the load. `between` and `engines` are process ids; BenchError for a wrong answer."""
+    """Drive the load. `between` and `engines` are process ids; BenchError for a wrong answer.
+
+    `busy`: CPU seconds that everybody has taken of this machine.
+    """
     loop = asyncio.get_running_loop()
     begin = loop.time()
     counted_from, until = begin + load.warm_s, begin + load.warm_s + load.seconds
     replies: list[Reply] = []
-    ended: list[float] = []
 
     async def work(number: int) -> None:
         client = make_client()
@@ -127,43 +161,55 @@ async def measure(
         await asyncio.sleep(number / load.concurrency * load.chunks * load.interval_ms / 1000)
         try:
             while loop.time() < until:
-                counts = loop.time() >= counted_from
                 reply = await client(body)
                 check(reply, load.chunks)
-                ended.append(loop.time())
-                if counts:
-                    replies.append(reply)
+                replies.append(reply)
         finally:
             client.close()
 
-    def taken() -> tuple[float, float]:
+    def taken() -> tuple[float, float, float, float]:
         load_s = cpu_seconds(engines) + cpu_seconds(os.getpid())
-        return (0.0 if between is None else cpu_seconds(between)), load_s
+        between_s = 0.0 if between is None else cpu_seconds(between)
+        return time.perf_counter(), between_s, load_s, busy()
 
-    async def watch() -> tuple[float, float, float, float]:
+    async def watch() -> list[Slice]:
         await asyncio.sleep(counted_from - loop.time())
-        before, begun = taken(), loop.time()
-        await asyncio.sleep(until - loop.time())
-        after, now = taken(), loop.time()
-        return after[0] - before[0], after[1] - before[1], begun, now
+        found, last = [], taken()
+        while loop.time() < until:
+            await asyncio.sleep(min(_SLICE_S, until - loop.time()))
+            now = taken()
+            cpu_s, load_s, all_s = (now[index] - last[index] for index in (1, 2, 3))
+            others = (all_s - cpu_s - load_s) / (now[0] - last[0]) / (os.cpu_count() or 1)
+            found.append(Slice(last[0], now[0], cpu_s, load_s, others))
+            last = now
+        return found
 
-    *_, (cpu_s, load_s, begun, now) = await _all(
-        [*(work(number) for number in range(load.concurrency)), watch()]
-    )
-    streams = sum(begun <= at < now for at in ended)
-    if not streams or not replies:
+    *_, slices = await _all([*(work(number) for number in range(load.concurrency)), watch()])
+    return of_slices(slices, replies)
+
+
+def of_slices(slices: list[Slice], replies: list[Reply]) -> Sample:
+    """What lies in the slices that others have left to us; in all of them if there is none."""
+    clean = [one for one in slices if one.others <= MOST_OTHERS]
+    kept = clean or slices
+    ended = [reply for reply in replies if any(one.holds(reply.ended) for one in kept)]
+    # Latencies only of what has begun in such a slice as well.
+    begun = [reply for reply in ended if any(one.holds(reply.begun) for one in kept)]
+    if not ended or not begun:
         raise BenchError(
             "no stream came to its end in time",
-            expected=f"several in {load.seconds:g} s",
+            expected=f"several in {sum(one.seconds for one in kept):g} s",
             next_step="give more --seconds",
         )
+    seconds = sum(one.seconds for one in kept)
     return Sample(
-        streams,
-        now - begun,
-        tuple((reply.first - reply.begun) * 1000 for reply in replies),
-        tuple((reply.ended - reply.begun) * 1000 for reply in replies),
-        cpu_s,
-        load_s / (now - begun),
+        len(ended),
+        seconds,
+        tuple((reply.first - reply.begun) * 1000 for reply in begun),
+        tuple((reply.ended - reply.begun) * 1000 for reply in begun),
+        sum(one.cpu_s for one in kept),
+        sum(one.load_s for one in kept) / seconds,
+        sum(one.seconds for one in clean) / sum(one.seconds for one in slices),
     )
 
 

@@ -20,6 +20,7 @@ from tools.bench.router.memory import resident_mb
 from tools.cluster.readiness import Report
 
 _BUSY = 0.2
+_LEAST_UNDISTURBED = 0.5
 _FILL_CONCURRENCY = 32
 _LEASE_S = 3600.0
 
@@ -76,6 +77,13 @@ def run(settings: Settings, folder: Path, command: str, report: Report) -> dict[
                 report(f"repeat {repeat + 1} of {settings.repeats}: {arm}")
                 for kind, found in _arm(arm, settings, behind, cores, folder, report).items():
                     samples[kind][arm].append(found)
+    warnings += [
+        f"warning: others took the machine in {1 - sample['undisturbed']:.0%} of {arm}, {kind}"
+        for kind, arms in samples.items()
+        for arm, found in arms.items()
+        for sample in found
+        if sample["undisturbed"] < _LEAST_UNDISTURBED
+    ]
     memory = _memory(settings, cores, folder, report) if settings.conversations else None
     paced = settings.paced
     return {

@@ -9,7 +9,12 @@ from collections.abc import Sequence
 
 from vllm.bidir.router.app import Router
 from vllm.bidir.router.options import RouterOptions, parse
-from vllm.bidir.router.runtime import calm_garbage_collector, return_memory, run
+from vllm.bidir.router.runtime import (
+    calm_garbage_collector,
+    open_many_files,
+    return_memory,
+    run,
+)
 from vllm.bidir.router.server import serve
 from vllm.bidir.router.trace_options import TracingError
 
@@ -26,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         format="%(levelname)s %(asctime)s [router] %(message)s",
         datefmt="%m-%d %H:%M:%S",
     )
-    # The format has no use for them, and looking them up costs a fifth of a line.
+    # The format has no use for them, and looking them up costs an eighth of a line.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     try:
         _serve(options)
@@ -52,6 +57,7 @@ def _serve(options: RouterOptions) -> None:
         ", ".join(map(str, options.prefill)) or "none",
         ", ".join(map(str, options.decode)) or "none",
     )
+    open_many_files()
     calm_garbage_collector()
     return_memory()
     run(serve(Router(options)))

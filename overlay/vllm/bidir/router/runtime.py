@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the process runs on: an event loop, how often Python looks for garbage, freed memory."""
+"""What the process runs on: an event loop, open files, how often Python looks for garbage, freed
+memory.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,17 @@ import ctypes
 import gc
 import importlib
 import importlib.util
+import logging
+import resource
 from collections.abc import Coroutine
 from typing import Any
 
+logger = logging.getLogger("vllm_bidir_router")
+
+# As many as are asked for where there is no limit, and what 2,000 streams need with some to spare:
+# each has a client's connection, a D's, and for a while a P's.
+_MOST_FILES = 1 << 20
+_ENOUGH_FILES = 8192
 # Python's own 700 comes several times a turn, and finds next to nothing.
 _GC_THRESHOLD = 10_000
 # mallopt(3): from this size on what is freed goes back to the system.
@@ -53,6 +63,21 @@ def run(main: Coroutine[Any, Any, None]) -> None:
         loop.run_until_complete(loop.shutdown_asyncgens())
         asyncio.set_event_loop(None)
         loop.close()
+
+
+def open_many_files() -> None:
+    """Allow as many connections as the system lets us, and say so where they are few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if wanted < _ENOUGH_FILES:
+        logger.warning(
+            "only %d files may be open, enough for some %d streams at a time; raise the hard limit "
+            "(ulimit -Hn, LimitNOFILE of systemd)",
+            wanted,
+            wanted // 3,
+        )
 
 
 def calm_garbage_collector() -> None:

@@ -22,6 +22,8 @@ from vllm.bidir.router.security import Security
 # Above the idle timeouts of load balancers (60 s), so that none sends on a connection that is
 # being closed here.
 _KEEP_ALIVE_S = 75.0
+# Clients that connect at the same moment; the system may allow fewer.
+_BACKLOG = 4096
 # At the end, for what is no turn, and for clients that do not read what they are told last.
 _LEFT_OVER_S = 1.0
 
@@ -110,7 +112,11 @@ async def serve(router: Router) -> None:
     try:
         await runner.setup()
         site = web.TCPSite(
-            runner, options.host, options.port, ssl_context=options.security.server_context()
+            runner,
+            options.host,
+            options.port,
+            ssl_context=options.security.server_context(),
+            backlog=_BACKLOG,
         )
         await site.start()
         await router.draining.run()
