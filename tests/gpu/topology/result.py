@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -101,4 +102,6 @@ def _version(package: str) -> str | None:
 
 def _said(*command: str) -> list[str]:
     text = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
-    return [line.rstrip() for line in text.splitlines() if line.strip()]
+    # nvidia-smi underlines its head for a terminal, also where there is none.
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    return [line.rstrip() for line in plain.splitlines() if line.strip()]

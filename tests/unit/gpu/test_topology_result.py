@@ -140,3 +140,9 @@ def test_arguments_of_engines_come_after_two_dashes(capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         command._arguments(["plan", "--", "--block-size", "128"])
     assert "only run takes arguments of vllm serve" in capsys.readouterr().err
+
+
+def test_what_a_command_says_is_kept_without_its_colours() -> None:
+    from tests.gpu.topology.result import _said
+
+    assert _said("printf", "\\033[4mGPU0\\033[0m  \\n\\nNV18\\n") == ["GPU0", "NV18"]
