@@ -19,6 +19,7 @@ from vllm.bidir.router.checks import HealthChecks
 from vllm.bidir.router.conversations import Bounds, Conversations, conversation_key
 from vllm.bidir.router.discovery import Discovery, NodeList
 from vllm.bidir.router.draining import Draining
+from vllm.bidir.router.end_tasks import end_tasks
 from vllm.bidir.router.errors import ClientError
 from vllm.bidir.router.headers import REQUEST_ID, request_id
 from vllm.bidir.router.heartbeat import Heartbeat
@@ -164,9 +165,7 @@ class Router:
                 runs.append(self._link.run)
             tasks = [asyncio.create_task(run()) for run in runs]
             yield
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(tasks)
             await heartbeat.say_goodbye()
             if self._link is not None:
                 await self._link.close()

@@ -20,6 +20,7 @@ from typing import TypeVar
 import msgspec
 from vllm.bidir.router.access import bearer
 from vllm.bidir.router.conversations import Conversations, Key
+from vllm.bidir.router.end_tasks import end_tasks
 from vllm.bidir.router.keys import Keys
 from vllm.bidir.router.leases import Leases, NodeLeases
 from vllm.bidir.router.legs import Legs, Unreachable
@@ -112,17 +113,15 @@ class Heartbeat:
                 if not ended:
                     await self._changed.wait()
         finally:
-            for loop in loops.values():
-                loop.cancel()
-            await asyncio.gather(*loops.values(), return_exceptions=True)
+            await end_tasks(loops.values())
 
     async def _follow(self, node: Node) -> None:
         renewing = asyncio.create_task(self._renewing(node))
         try:
             await self._giving_back(node)
         finally:
-            renewing.cancel()
             self._changed.set()
+            await end_tasks([renewing])
         del self._nodes[node.name]
         self._silent.discard(node.name)
         self._leases.drop(node.name)

@@ -15,6 +15,8 @@ import resource
 from collections.abc import Coroutine
 from typing import Any
 
+from vllm.bidir.router.end_tasks import end_tasks
+
 logger = logging.getLogger("vllm_bidir_router")
 
 # As many as are asked for where there is no limit, and what 2,000 streams need with some to spare:
@@ -56,10 +58,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
     try:
         loop.run_until_complete(main)
     finally:
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.run_until_complete(end_tasks(asyncio.all_tasks(loop)))
         loop.run_until_complete(loop.shutdown_asyncgens())
         asyncio.set_event_loop(None)
         loop.close()
