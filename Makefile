@@ -15,7 +15,7 @@ WHEEL_INPUTS := upstream.toml NOTICE $(shell find patches overlay tools/build -t
 PYTEST := PYTHONDONTWRITEBYTECODE=1 $(TEST_PY) -m pytest -q
 
 .PHONY: help demo wheel prove check-installed lint docs import refresh test test-fast test-full \
-	test-wheel test-patches test-connector test-upstream test-e2e fuzz bench-build bench-idle bench-proof bench-leases bench-router clean test-faults test-leases test-shapes test-deploy
+	test-wheel test-patches test-connector test-upstream test-e2e fuzz bench-build bench-idle bench-proof bench-leases bench-policies bench-router clean test-faults test-leases test-shapes test-deploy
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -110,6 +110,9 @@ bench-leases: $(TEST_ENV)/.made ## what idle conversations cost a busy D, by lea
 		--json build/bench-leases/heartbeat.json
 	@PYTHONDONTWRITEBYTECODE=1 $(TEST_PY) -m tools.bench.leases run \
 		--heartbeat build/bench-leases/heartbeat.json $(ARGS)
+
+bench-policies: $(TEST_ENV)/.made ## the router's policies over the same 2P2D, same load [ARGS=…]
+	@PYTHONDONTWRITEBYTECODE=1 $(TEST_PY) -m tools.bench.policies run $(ARGS)
 
 bench-router: $(TEST_ENV)/.made ## what the router adds: latency, CPU, memory; beside the sample proxy [ARGS=…]
 	@$(TEST_PY) -m tools.bench.router run $(ARGS)

@@ -9,8 +9,10 @@ import pytest
 
 from tests.bench.charts import Chart, read_chart
 from tests.unit.bench.made import pairs, read, run
+from tests.unit.bench.test_policies import ROUND, STICKY, made_of, one_pass
 from tools.bench.charts import draw
 from tools.bench.figures import figures
+from tools.bench.policies.chart import draw as draw_policies
 
 NAMES = ("ttft_by_prompt", "prefill_split", "ttft_by_turn", "itl_while_held")
 AXES = {
@@ -100,3 +102,12 @@ def test_a_chart_reader_notices_an_empty_chart(tmp_path: Path) -> None:
     draw(figures(empty), tmp_path)
     chart: Chart = read_chart(tmp_path, "ttft_by_prompt")
     assert "ttft_by_prompt-off" not in chart.points and "ttft_by_prompt-on" in chart.points
+
+
+def test_policies_have_a_bar_for_each_pair_that_was_measured(tmp_path: Path) -> None:
+    passes = [one_pass(STICKY, 30.0, (300, 100)), one_pass(ROUND, 9.0, (1, 1))]
+    draw_policies(made_of(*passes), tmp_path)
+    chart = read_chart(tmp_path, "policies")
+    assert {"sticky", "least-loaded", "round-robin", "least-tokens"} <= set(chart.texts)
+    bars = {name for name in chart.points if name.startswith("policies-ttft_p99_ms")}
+    assert bars == {f"policies-ttft_p99_ms-{name}" for name in ("least-tokens", "round-robin")}

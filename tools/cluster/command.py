@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from tools.cluster.options import ClusterOptions, Device, Role
 from tools.cluster.placement import Slot
 
 _GPU_MEMORY_SHARE = 0.85
+_PATIENT = Path(__file__).parent / "patient"
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def kv_transfer_config(spec: EngineSpec, engine_id: str) -> dict[str, Any]:
 
 
 def serve_environment(spec: EngineSpec, base: Mapping[str, str]) -> dict[str, str]:
-    """``base`` with what the engine needs; the options' own entries win over all."""
+    """``base`` with what the engine needs; the options' own entries win over it."""
     env = {
         **base,
         "HF_HUB_OFFLINE": "1",
@@ -98,7 +100,11 @@ def serve_environment(spec: EngineSpec, base: Mapping[str, str]) -> dict[str, st
         if spec.slot.sharers > 1:
             # Between two engines on one GPU, UCX silently reads over TCP without this.
             env["UCX_CUDA_IPC_ENABLE_GET_ZCOPY"] = "on"
-    return {**env, **spec.options.env, **spec.options.of(spec.role).env}
+    env |= {**spec.options.env, **spec.options.of(spec.role).env}
+    if spec.options.patient:
+        path = [str(_PATIENT), env.get("PYTHONPATH", "")]
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    return env
 
 
 def _gpu_memory(spec: EngineSpec) -> list[str]:

@@ -38,6 +38,8 @@ class ClusterOptions:
     kv_connector: None starts engines without a KV connector.
     kv_cache_gib: GiB of KV cache per engine (CPU: whole GiB); None leaves it to the engine.
     max_model_len: tokens.
+    patient: processes of an engine wait for each other asleep instead of trying again at once;
+        for engines that share cores.
     start_timeout_s: seconds that one engine may take until it answers /health.
     grace_s: seconds between SIGTERM and SIGKILL.
     python: interpreter whose vllm is run.
@@ -57,6 +59,7 @@ class ClusterOptions:
     decode: RoleOptions = field(default_factory=RoleOptions)
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    patient: bool = False
     host: str = "127.0.0.1"
     start_timeout_s: float = 300.0
     grace_s: float = 10.0

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +126,16 @@ def test_data_parallel_ranks_stand_behind_one_server() -> None:
     assert value(serve_command(spec(options), "d"), "--data-parallel-size") == "2"
     prefill = serve_command(spec(options, role="prefill", name="prefill-0"), "p")
     assert "--data-parallel-size" not in prefill
+
+
+def test_patient_engines_wait_asleep() -> None:
+    """Every Python process of theirs, whatever else its path has."""
+    options = ClusterOptions(patient=True, env={"PYTHONPATH": "/mine"})
+    path = serve_environment(spec(options), {})["PYTHONPATH"]
+    assert path.split(os.pathsep)[1:] == ["/mine"]
+    asked = "import os; print(os.sched_yield.__module__); os.sched_yield()"
+    told = subprocess.run(
+        [sys.executable, "-c", asked], env={"PYTHONPATH": path}, capture_output=True, check=True
+    )
+    assert told.stdout.decode().strip() == "sitecustomize"
+    assert "PYTHONPATH" not in serve_environment(spec(ClusterOptions()), {})
