@@ -15,6 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.bidir.reasons import Reason
+from vllm.bidir.router.metrics import Metrics
+from vllm.bidir.router.redis_link import RedisLink
 from vllm.bidir.router.shared_wire import (
     NotOursError,
     WireResponse,
@@ -130,6 +132,25 @@ async def test_one_that_hangs_is_waited_for_once(
         redis.signal(signal.SIGCONT)
     await until(lambda: setup.metric("bidir_router_state_up") == 1)
     await three_turns(setup)
+
+
+async def test_a_client_that_goes_as_redis_answers_is_not_missed(redis: RedisServer) -> None:
+    """Nor is the end of the process. Python's wait_for would take it for its own, up to 3.11."""
+    link = RedisLink(redis.url, BOUND_S, Metrics())
+    await link.start()
+    answer = asyncio.get_running_loop().create_future()
+
+    async def work() -> None:
+        await answer
+
+    attempt = asyncio.create_task(link.attempt(work))
+    await asyncio.sleep(0.01)
+    answer.set_result(None)
+    await asyncio.sleep(0)  # that is when the work is done, and nobody has heard of it yet
+    attempt.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await attempt
+    await link.close()
 
 
 async def test_one_that_is_full(
