@@ -66,7 +66,7 @@ fuzz: $(TEST_ENV)/.made ## random histories over real schedulers: make fuzz [MIN
 bench-proof: $(TEST_ENV)/.made ## size of a proof, and what making and checking one costs
 	@PYTHONPATH=. $(TEST_PY) -m tests.connector.bench_proof
 
-test-fast: $(BUILD_ENV)/.made ## no engine, no vllm: under a minute
+test-fast: $(BUILD_ENV)/.made ## no engine, no vllm: about two minutes
 	$(BUILD_PY) -m pytest -q tests/unit tests/property tests/router
 
 test-wheel: $(TEST_ENV)/.made ## invariants of the real CPU wheel
