@@ -7,11 +7,13 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from tools.bench.command import MET, NOT_MET, ended
 from tools.bench.errors import BenchError
 from tools.bench.router.arguments import Asked, parse
+from tools.bench.router.chart import draw
 from tools.bench.router.figures import Memory, verdicts
 from tools.bench.router.run import run
 from tools.bench.router.table import report
@@ -53,6 +55,11 @@ def _report(path: Path) -> int:
             next_step="python -m tools.bench.router run",
         ) from error
     print(text, end="")
+    if find_spec("matplotlib") is None:
+        _say("no chart: matplotlib is not installed")
+    else:
+        draw(data, path.parent)
+        _say(f"chart: {path.parent / 'router.svg'}")
     return MET if all(one.met for one in found) else NOT_MET
 
 
