@@ -135,6 +135,8 @@ async def test_nothing_grows_in_a_router_that_serves(make_setup: MakeSetup) -> N
     await serve(range(150, 600))
     after = sizes_of(setup.router)
     grown = {name: more for name, more in (after.objects - before.objects).items() if more > 100}
-    assert grown == {} and after.bytes < 1.1 * before.bytes
+    # Objects tell of anything left behind; bytes of what grows within one, and they come and go
+    # with connections and their buffers.
+    assert grown == {} and after.bytes < 1.3 * before.bytes
     assert setup.metric("bidir_router_conversations") <= 50
     assert 0 < setup.metric("bidir_router_params_bytes") <= 20_000
