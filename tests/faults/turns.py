@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.oracle import IDS, Compared, ask, compare
-from tests.e2e.turns import metric
+from tests.e2e.turns import http, metric
 from tests.faults.conftest import TIMEOUT_S, TTL_S
 from tools.cluster import Cluster, Engine
 from tools.cluster.tokenizer import GENERATED_IDS
@@ -65,6 +66,32 @@ def read(engine: Engine) -> float:
     return metric(engine, "vllm:bidir_read_back_total", outcome="read")
 
 
+def became_of_reads(engine: Engine) -> dict[str, float]:
+    """How many read-backs were made (``read``), and how many were not, by reason."""
+    with http() as client:
+        text = client.get(f"{engine.url}/metrics").text
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == "vllm:bidir_read_back_total":
+                became = sample.labels["reason"] or sample.labels["outcome"]
+                found[became] = found.get(became, 0.0) + sample.value
+    return found
+
+
+@contextmanager
+def reads_back(engine: Engine) -> Iterator[None]:
+    """One read-back is made inside the block, and none is lost."""
+    before = became_of_reads(engine)
+    began = time.monotonic()
+    yield
+    now = became_of_reads(engine)
+    found = {name: count - before.get(name, 0.0) for name, count in now.items()}
+    found = {name: count for name, count in found.items() if count}
+    took = time.monotonic() - began
+    assert found == {"read": 1}, f"{engine.name}: not one read-back but {found} in {took:.1f} s"
+
+
 def wait_until(true: Any, seconds: float, what: str) -> None:
     end = time.monotonic() + seconds
     while not true():
@@ -84,6 +111,15 @@ def rests(engine: Engine) -> None:
     assert metric(engine, "vllm:num_requests_waiting") == 0
 
 
+def clear_cache_now(engine: Engine) -> bool:
+    """Whether the engine has forgotten its prefix cache, which it does while no block is held."""
+    answer = httpx.post(f"{engine.url}/reset_prefix_cache", timeout=60).raise_for_status()
+    return bool(answer.json()["success"])
+
+
 def clear_cache(engine: Engine) -> None:
-    """So that a read-back has something to gain."""
-    httpx.post(f"{engine.url}/reset_prefix_cache", timeout=60).raise_for_status()
+    """So that a read-back has something to gain.
+
+    P's blocks are held until it has heard that D has read them, some time after D's answer.
+    """
+    wait_until(lambda: clear_cache_now(engine), TTL_S, f"{engine.name} forgets its prefix cache")
