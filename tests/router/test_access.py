@@ -290,6 +290,7 @@ async def test_clients_and_engines_may_speak_tls(setup: Setup, tmp_path: Path) -
     engine = FakeEngine("decode")
     app = web.Application()
     app.router.add_post("/v1/completions", engine._generate)
+    app.router.add_get("/health", engine._health)
     node = TestServer(app, host="127.0.0.1")
     await node.start_server(ssl=context)
     assert node.port is not None

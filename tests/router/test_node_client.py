@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing
+from functools import partial
 
 import pytest
+from vllm.bidir.router import node_client
 from vllm.bidir.router.address import Address
+from vllm.bidir.router.beat import Beat
 from vllm.bidir.router.names import Names
 from vllm.bidir.router.node_client import NodeClient
 from vllm.bidir.router.node_connection import AnswerError
@@ -154,37 +160,111 @@ async def test_a_header_cannot_bring_another_with_it(value: str) -> None:
         await client.request(Address("127.0.0.1", 9), "GET", "/", {"X-Request-Id": value})
 
 
-async def test_who_stops_taking_is_given_the_rest_later() -> None:
+@pytest.fixture(params=["at once", "at the beat"])
+async def relaying(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[NodeClient]:
+    """A client that reads streams in one of its two ways, however few they are."""
+    monkeypatch.setattr(node_client, "Beat", partial(Beat, least=1))
+    with closing(NodeClient(5, None, 0.002 if request.param == "at the beat" else 0)) as client:
+        yield client
+
+
+async def relayed(client: NodeClient, address: Address, often: int = 1) -> bytes:
+    """All of an answer, taken so often before it is asked for again."""
+    with closing(await client.request(address, "POST", "/", {})) as reply:
+        taken: list[bytes] = []
+
+        def take(piece: bytes) -> bool:
+            taken.append(piece)
+            return len(taken) % often != 0
+
+        while not await reply.relay(take):
+            await asyncio.sleep(0)
+    return b"".join(taken)
+
+
+LONG = b"x" * 3_000_000
+
+
+@pytest.mark.parametrize(
+    ("answer", "body"),
+    [
+        (SIZED, b"hello"),
+        (CHUNKED, b"hello"),
+        (OK + b"Content-Length: %d\r\n\r\n" % len(LONG) + LONG, LONG),
+    ],
+)
+@pytest.mark.parametrize("often", [1, 3, sys.maxsize])
+async def test_who_stops_taking_is_given_the_rest_later(
+    answer: bytes, body: bytes, often: int, relaying: NodeClient
+) -> None:
+    node = Node(answer, in_pieces=len(answer) < 1000)
+    async with started(node) as address:
+        for _ in range(3):
+            assert await relayed(relaying, address, often) == body
+    assert node.connections == 1
+
+
+async def test_many_streams_over_one_beat(relaying: NodeClient) -> None:
     node = Node(CHUNKED, in_pieces=True)
     async with started(node) as address:
-        with closing(NodeClient(5)) as client:
-            reply = await client.request(address, "POST", "/", {})
-            taken: list[bytes] = []
-
-            def take(piece: bytes) -> bool:
-                taken.append(piece)
-                return len(taken) % 2 == 0
-
-            calls = 1
-            while not await reply.relay(take):
-                calls += 1
-    assert b"".join(taken) == b"hello"
-    assert calls > 1
+        for _ in range(2):
+            whole = await asyncio.gather(*(relayed(relaying, address) for _ in range(40)))
+            assert whole == [b"hello"] * 40
+    assert node.connections == 40
 
 
-async def test_what_goes_wrong_in_taking_comes_out_where_it_was_asked_for() -> None:
+async def test_a_relayed_answer_without_a_length_ends_with_its_connection(
+    relaying: NodeClient,
+) -> None:
+    async with started(Node(UNTIL_CLOSED, in_pieces=True, closes=True)) as address:
+        assert await relayed(relaying, address) == b"hello"
+
+
+@pytest.mark.parametrize("end", ["closes", "resets"])
+async def test_a_relayed_answer_that_breaks_off_is_an_error(end: str, relaying: NodeClient) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        # Without a length its connection's end is its own, but for a reset.
+        writer.write(UNTIL_CLOSED if end == "resets" else SIZED[:-1])
+        await asyncio.sleep(0.02)
+        if end == "resets":
+            raw = writer.get_extra_info("socket")
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    address = Address("127.0.0.1", server.sockets[0].getsockname()[1])
+    with pytest.raises(AnswerError):
+        await relayed(relaying, address)
+    server.close()
+
+
+async def test_who_gives_a_relayed_answer_up_ends_it(relaying: NodeClient) -> None:
+    node = Node(CHUNKED[:-5])
+    async with started(node) as address:
+        asking = [asyncio.create_task(relayed(relaying, address)) for _ in range(3)]
+        await asyncio.sleep(0.02)
+        for one in asking:
+            one.cancel()
+        await asyncio.wait_for(node.left.wait(), 5)
+
+
+async def test_what_goes_wrong_in_taking_comes_out_where_it_was_asked_for(
+    relaying: NodeClient,
+) -> None:
     node = Node(CHUNKED, in_pieces=True)
     async with started(node) as address:
-        with closing(NodeClient(5)) as client:
-            reply = await client.request(address, "POST", "/", {})
+        reply = await relaying.request(address, "POST", "/", {})
 
-            def take(piece: bytes) -> bool:
-                raise ValueError("too long")
+        def take(piece: bytes) -> bool:
+            raise ValueError("too long")
 
-            with pytest.raises(ValueError, match="too long"):
-                await reply.relay(take)
-            reply.close()
-            await asyncio.wait_for(node.left.wait(), 5)
+        with pytest.raises(ValueError, match="too long"):
+            await reply.relay(take)
+        reply.close()
+        await asyncio.wait_for(node.left.wait(), 5)
 
 
 async def test_a_connection_that_comes_too_late_is_not_left_open(

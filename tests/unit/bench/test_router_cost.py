@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.router.redis_server import RedisServer
 from tools.bench.errors import BenchError
 from tools.bench.router.arguments import parse
 from tools.bench.router.chart import draw
@@ -245,22 +246,29 @@ def test_help_has_an_example_and_unknown_arms_are_refused(
         (["run", "--help"], 0, "example:"),
         (["run", "--arms", "theirs"], 2, "no such arm: theirs; there are direct, ours"),
         (["run", "--chunks", "1"], 2, "--chunks must be at least 2"),
+        (["run", "--redis", "redis://:s3cret@h/0"], 2, "would show the URL's password"),
     ):
         with pytest.raises(SystemExit) as ended:
             parse(given)
         assert ended.value.code == status
         captured = capsys.readouterr()
         assert text in captured.out + captured.err
+        assert "s3cret" not in captured.out + captured.err
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_a_run_measures_our_router_and_its_memory(tmp_path: Path) -> None:
+async def test_a_run_measures_our_router_and_its_memory(
+    tmp_path: Path, unused_tcp_port: int
+) -> None:
+    """Also with its state in a Redis, whose arm comes last."""
     out = tmp_path / "router.json"
+    redis = await RedisServer(unused_tcp_port).start()
     command = [sys.executable, "-m", "tools.bench.router", "run", "--arms", "direct,ours"]
     command += ["--repeats", "1", "--concurrency", "2", "--chunks", "3", "--interval", "5"]
     command += ["--seconds", "1", "--warm", "1", "--saturated", "1"]
-    command += ["--conversations", "20", "--json", str(out)]
-    done = subprocess.run(
+    command += ["--conversations", "20", "--redis", redis.url, "--json", str(out)]
+    done = await asyncio.to_thread(
+        subprocess.run,
         command,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT / "overlay")},
@@ -269,10 +277,14 @@ def test_a_run_measures_our_router_and_its_memory(tmp_path: Path) -> None:
         timeout=60,
         check=False,
     )
+    kept = await redis.keys()
+    await redis.kill()
     assert done.returncode == 1 and "NOT MET" in done.stdout, done.stdout + done.stderr
     data = json.loads(out.read_text(encoding="utf-8"))
     (ours,) = data["samples"]["paced"]["ours"]
     assert ours["streams"] > 0 and ours["first_p50_ms"] > 0
+    assert list(data["samples"]["paced"]) == ["direct", "ours", "ours, Redis"] and kept
+    assert data["samples"]["paced"]["ours, Redis"][0]["streams"] > 0
     assert data["memory"]["conversations"] == 20 and data["memory"]["after_mb"] > 10
     again = subprocess.run(
         [*command[:3], "report", str(out)], cwd=ROOT, capture_output=True, text=True, check=False

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from tools.bench.command import EXIT_STATUS
-from tools.bench.router.arms import ARMS
+from tools.bench.router.arms import ARMS, SHARED
 from tools.bench.router.load import Load
 from tools.bench.router.run import Settings
 
@@ -23,6 +24,7 @@ one core, engines and clients another. No model, no GPU.
 _EXAMPLE = """example:
   python -m tools.bench.router run --repeats 3 --json router.json
   python -m tools.bench.router run --repeats 1 --seconds 4 --saturated 2 --conversations 0
+  python -m tools.bench.router run --redis redis://127.0.0.1:6379/9
   python -m tools.bench.router report router.json
 """
 _JSON = Path("build/bench/router.json")
@@ -97,6 +99,12 @@ def parser() -> argparse.ArgumentParser:
         default=100_000,
         help="whose memory is measured, some minutes; 0: none (default 100000)",
     )
+    run.add_argument(
+        "--redis",
+        metavar="URL",
+        help=f'one more arm, "{SHARED}": the state is kept in this Redis; no password in the URL, '
+        "which the result shows",
+    )
     run.add_argument("--json", type=Path, default=_JSON, help=f"default {_JSON}")
     run.add_argument("--logs", type=Path, help="keep the logs in this folder (default: nowhere)")
     report = commands.add_parser("report", help="print the tables of a run again")
@@ -113,6 +121,10 @@ def parse(given: Sequence[str]) -> Asked:
     arms = tuple(name.strip() for name in args.arms.split(","))
     if unknown := [name for name in arms if name not in ARMS]:
         made.error(f"--arms: no such arm: {', '.join(unknown)}; there are {', '.join(ARMS)}")
+    if args.redis is not None:
+        if urlsplit(args.redis).password is not None:
+            made.error("--redis: the result would show the URL's password; name one without")
+        arms += (SHARED,)
     if args.chunks < 2:
         made.error("--chunks must be at least 2")
     for flag in ("seconds", "interval"):
@@ -130,6 +142,7 @@ def parse(given: Sequence[str]) -> Asked:
         args.saturated,
         args.conversations,
         args.turn_tokens,
+        args.redis,
     )
     return Asked(settings, args.json, args.logs)
 

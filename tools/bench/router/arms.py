@@ -17,6 +17,8 @@ from tools.cluster.readiness import Report, answers_health, wait_until_ready
 from tools.cluster.router import GRACE_S, RouterProcess, router_command
 
 DIRECT, OURS, SAMPLE = "direct", "ours", "sample proxy"
+# Ours, with its state in a Redis that others may share.
+SHARED = "ours, Redis"
 ARMS = (DIRECT, OURS, SAMPLE)
 _HOST = "127.0.0.1"
 _START_TIMEOUT_S = 60.0
@@ -67,7 +69,13 @@ def engines(
 
 @contextmanager
 def between(
-    arm: str, python: Path, in_front_of: Engines, core: int, folder: Path, report: Report
+    arm: str,
+    python: Path,
+    in_front_of: Engines,
+    core: int,
+    folder: Path,
+    report: Report,
+    redis: str | None = None,
 ) -> Iterator[RouterProcess | None]:
     """Start an arm's router on a core, as an operator would; None for the arm without one."""
     if arm == DIRECT:
@@ -78,9 +86,12 @@ def between(
         prefill, decode = [in_front_of.prefill], [in_front_of.decode]
         if arm == OURS:
             command = router_command(python, port, prefill, decode)
+        elif arm == SHARED:
+            assert redis is not None  # it is what asks for this arm
+            command = [*router_command(python, port, prefill, decode), "--state", redis]
         else:
             command = sample_command(python, port, prefill, decode, folder, report)
-        name = arm.replace(" ", "-")
+        name = arm.replace(",", "").replace(" ", "-")
         log = folder / f"{name}.log"
         process = ManagedProcess(name, command, log, cores=[core], grace_s=GRACE_S)
         yield from _running(process, RouterProcess(name, port, process), report)

@@ -27,7 +27,10 @@ _LEASE_S = 3600.0
 
 @dataclass(frozen=True)
 class Settings:
-    """One run. `conversations` 0: memory is not measured; `saturated_s` 0: nor is the maximum."""
+    """One run. `conversations` 0: memory is not measured; `saturated_s` 0: nor is the maximum.
+
+    `redis`: where the state of the arm that shares it goes.
+    """
 
     python: Path
     arms: tuple[str, ...]
@@ -36,6 +39,7 @@ class Settings:
     saturated_s: float
     conversations: int
     turn_tokens: int
+    redis: str | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,9 @@ def _arm(
     loads = {"paced": settings.paced}
     if settings.saturated_s:
         loads["saturated"] = replace(settings.paced, interval_ms=0.0, seconds=settings.saturated_s)
-    with between(arm, settings.python, behind, cores.between, folder, report) as router:
+    with between(
+        arm, settings.python, behind, cores.between, folder, report, settings.redis
+    ) as router:
 
         def client() -> Client:
             if router is None:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from vllm.bidir.reasons import Reason
 from vllm.bidir.router.headers import to_client
+from vllm.bidir.router.in_time import in_time
 from vllm.bidir.router.node_client import NodeClient
 from vllm.bidir.router.node_connection import Reply
 from vllm.bidir.router.nodes import Node
@@ -99,7 +100,7 @@ class Legs:
     ) -> Answer:
         """A call beside the legs, answered whole within `timeout_s`."""
         asking = self._whole(node, "POST", path, headers, body)
-        return await asyncio.wait_for(asking, timeout_s)
+        return await in_time(asking, timeout_s)
 
     async def _whole(
         self, node: Node, method: str, path: str, headers: dict[str, str], body: bytes = b""

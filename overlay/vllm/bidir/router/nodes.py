@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 from vllm.bidir.router.address import Address
 from vllm.bidir.router.health import Health
@@ -18,7 +18,7 @@ class Node:
 
     `in_flight` turns with `tokens` prompt tokens to be computed, an estimate, are with it.
     `verifies`: it has said that it checks what it reads back. `draining`: it has been taken off the
-    list; it is given no new turns, and keeps none. `awaited`: what is to end when it goes down.
+    list; it is given no new turns, and keeps none. `awaited`: to be called when it goes down.
     """
 
     role: str
@@ -28,7 +28,7 @@ class Node:
     tokens: int = 0
     verifies: bool = False
     draining: bool = False
-    awaited: set[asyncio.Task[Any]] = field(default_factory=set)
+    awaited: set[Callable[[], None]] = field(default_factory=set)
 
     @cached_property
     def name(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from vllm.bidir.reasons import Reason
 from vllm.bidir.router.access import bearer
+from vllm.bidir.router.in_time import in_time
 from vllm.bidir.router.keys import Keys
 from vllm.bidir.router.legs import Legs, Unreachable, holds_blocks
 from vllm.bidir.router.metrics import Metrics
@@ -54,7 +55,7 @@ class Recall:
         headers = {} if authorization is None else {"Authorization": authorization}
         path = f"/v1/kv_leases/{turn.lease_id}"
         try:
-            answer = await asyncio.wait_for(self._legs.get(node, path, headers), _LIMIT_S)
+            answer = await in_time(self._legs.get(node, path, headers), _LIMIT_S)
             if answer.status == 404:
                 return Reason.EXPIRED
             if answer.status != 200:

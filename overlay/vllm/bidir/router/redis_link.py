@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from vllm.bidir.router.in_time import in_time
 from vllm.bidir.router.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class RedisLink:
             return None
         begun = time.monotonic()
         try:
-            result = await self._in_time(work())
+            result = await in_time(work(), self._timeout_s)
         except self._refused as error:
             self.complain("refused", type(error).__name__)
         except self._broken as error:
@@ -134,26 +135,9 @@ class RedisLink:
         self.complain("value" if word == "WRONGTYPE" else "refused", type(answer).__name__)
         return None
 
-    async def _in_time(self, work: Awaitable[Result]) -> Result:
-        """TimeoutError after the time limit.
-
-        Unlike wait_for's of Python 3.11 and older it never takes a cancellation for its own: a
-        client that goes, or the end of the process, would be missed.
-        """
-        task = asyncio.ensure_future(work)
-        try:
-            done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
-        except asyncio.CancelledError:
-            _drop(task)
-            raise
-        if not done:
-            _drop(task)
-            raise asyncio.TimeoutError
-        return task.result()
-
     async def _answers(self) -> bool:
         try:
-            await self._in_time(self._redis.ping())
+            await in_time(self._redis.ping(), self._timeout_s)
         except self._broken as error:
             self._break(type(error).__name__)
             return False
@@ -176,12 +160,6 @@ class RedisLink:
             kind,
             hint,
         )
-
-
-def _drop(task: asyncio.Future[Any]) -> None:
-    """End it; what it still has to say interests nobody."""
-    task.cancel()
-    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
 
 def _where(options: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -18,20 +19,34 @@ class NodeDownError(ConnectionError):
 
 async def while_up(node: Node, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled and NodeDownError raised when the node goes down."""
-    task = asyncio.create_task(work)
-    node.awaited.add(task)
+    # Within the turn's own task: another one for each leg would cost more than the rest of this.
+    task = asyncio.current_task()
+    assert task is not None  # this is a coroutine
+    gone = False
+
+    def give_up() -> None:
+        nonlocal gone
+        gone = True
+        task.cancel()
+
+    node.awaited.add(give_up)
     try:
-        return await task
+        return await work
     except asyncio.CancelledError:
-        if task in node.awaited or not task.cancelled():
+        if not gone or _is_cancelled_otherwise(task):
             raise  # it is the client that has gone
         raise NodeDownError from None
     finally:
-        node.awaited.discard(task)
+        node.awaited.discard(give_up)
 
 
 def give_up(node: Node) -> None:
     """The node is down: whatever waits for it goes on without it."""
-    tasks, node.awaited = node.awaited, set()
-    for task in tasks:
-        task.cancel()
+    waiting, node.awaited = node.awaited, set()
+    for one in waiting:
+        one()
+
+
+def _is_cancelled_otherwise(task: asyncio.Task[Any]) -> bool:
+    """Whether somebody else has cancelled it, too. Before Python 3.11 nobody counts."""
+    return sys.version_info >= (3, 11) and task.uncancel() > 0
