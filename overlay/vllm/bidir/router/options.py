@@ -46,7 +46,7 @@ class RouterOptions:
     max_kept_params: int = 8 << 20
     max_body: int = 64 << 20
     connect_timeout: float = 5.0
-    batch_ms: float = 2.0
+    batch_ms: float = 1.0
     drain_delay: float = 0.0
     drain_timeout: float = 60.0
     # At the start; the file is read again when it changes.
@@ -123,7 +123,7 @@ def parser() -> argparse.ArgumentParser:
         default=defaults.batch_ms,
         metavar="MILLISECONDS",
         help="while 16 streams or more run, pass their bytes on together, at most so long after "
-        "they came, which takes much less CPU; never the first ones of a stream; 0: each at once; "
+        "they came, which takes less CPU; never the first ones of a stream; 0: each at once; "
         f"default {defaults.batch_ms:g}",
     )
     made.add_argument(
