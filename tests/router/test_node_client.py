@@ -8,12 +8,9 @@ import struct
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing
-from functools import partial
 
 import pytest
-from vllm.bidir.router import node_client
 from vllm.bidir.router.address import Address
-from vllm.bidir.router.beat import Beat
 from vllm.bidir.router.names import Names
 from vllm.bidir.router.node_client import NodeClient
 from vllm.bidir.router.node_connection import AnswerError
@@ -160,13 +157,9 @@ async def test_a_header_cannot_bring_another_with_it(value: str) -> None:
         await client.request(Address("127.0.0.1", 9), "GET", "/", {"X-Request-Id": value})
 
 
-@pytest.fixture(params=["at once", "at the beat"])
-async def relaying(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[NodeClient]:
-    """A client that reads streams in one of its two ways, however few they are."""
-    monkeypatch.setattr(node_client, "Beat", partial(Beat, least=1))
-    with closing(NodeClient(5, None, 0.002 if request.param == "at the beat" else 0)) as client:
+@pytest.fixture
+async def relaying() -> AsyncIterator[NodeClient]:
+    with closing(NodeClient(5)) as client:
         yield client
 
 
@@ -206,7 +199,7 @@ async def test_who_stops_taking_is_given_the_rest_later(
     assert node.connections == 1
 
 
-async def test_many_streams_over_one_beat(relaying: NodeClient) -> None:
+async def test_many_streams_at_once_over_connections_of_their_own(relaying: NodeClient) -> None:
     node = Node(CHUNKED, in_pieces=True)
     async with started(node) as address:
         for _ in range(2):

@@ -115,8 +115,7 @@ class Router:
     async def lifespan(self, app: web.Application) -> AsyncIterator[None]:
         """Open the client, watch nodes come up, renew leases; end it all at the end."""
         tls = self.options.security.engine_context()
-        beat_s = self.options.batch_ms / 1000
-        with closing(NodeClient(self.options.connect_timeout, tls, beat_s)) as client:
+        with closing(NodeClient(self.options.connect_timeout, tls)) as client:
             self._legs = Legs(client)
             side_channels = SideChannels(self.options.security.side_channels)
             for pool in (self.prefill, self.decode):

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 
 import aiohappyeyeballs
 from vllm.bidir.router.address import Address
-from vllm.bidir.router.beat import Beat
 from vllm.bidir.router.names import Names
 from vllm.bidir.router.node_connection import NodeConnection, Reply
 from vllm.bidir.router.sockets import node_socket
@@ -30,15 +29,12 @@ class NodeClient:
     nodes with an https address; None: the system's CAs. Made within a running event loop.
     """
 
-    def __init__(
-        self, connect_timeout_s: float, tls: ssl.SSLContext | None = None, beat_s: float = 0.0
-    ) -> None:
+    def __init__(self, connect_timeout_s: float, tls: ssl.SSLContext | None = None) -> None:
         self._connect_timeout_s = connect_timeout_s
         self._tls = tls
         # Asked for once: each time is a system call before Python 3.12.
         self._loop = asyncio.get_running_loop()
         self._names = Names()
-        self._beat = Beat(beat_s)
         self._open: set[NodeConnection] = set()
         self._idle: defaultdict[Address, dict[NodeConnection, float]] = defaultdict(dict)
         self._sweep: asyncio.TimerHandle | None = None
@@ -66,7 +62,6 @@ class NodeClient:
             self._sweep.cancel()
         for connection in list(self._open):
             connection.abort()
-        self._beat.close()
 
     def _kept(self, address: Address) -> NodeConnection | None:
         """The one that was used last, unless the node may be closing it."""
@@ -82,7 +77,6 @@ class NodeClient:
     async def _connect(self, address: Address) -> NodeConnection:
         def made() -> NodeConnection:
             return NodeConnection(
-                self._beat,
                 lambda connection: self._keep(address, connection),
                 lambda connection: self._forget(address, connection),
             )

@@ -8,14 +8,12 @@ between: a token's event is a hundred bytes, and everything else costs more than
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from collections.abc import Callable
 from typing import Literal, cast
 
 import httptools
 from multidict import CIMultiDict
-from vllm.bidir.router.beat import Beat
 
 # Of an answer's head, and of anything else that is no body.
 _MAX_HEAD = 64 << 10
@@ -35,9 +33,8 @@ class Reply:
     `headers` are those of its head, `content_type` without parameters.
     """
 
-    def __init__(self, connection: NodeConnection, beat: Beat) -> None:
+    def __init__(self, connection: NodeConnection) -> None:
         self.status = 0
-        self._beat = beat
         self.headers: CIMultiDict[str] = CIMultiDict()
         self._connection: NodeConnection | None = connection
         self._fault: Exception | None = None
@@ -77,14 +74,10 @@ class Reply:
                 return False
         while self._more_to_come():
             self._take = take
-            self._beat.begins()
-            if self._connection is not None and self._beat.busy:
-                self._connection.join()
             try:
                 await self._wait()
             finally:
                 self._take = None
-                self._beat.ends()
             refusal, self._refusal = self._refusal, None
             if refusal is False:
                 return False
@@ -158,14 +151,8 @@ class NodeConnection(asyncio.Protocol):
     """
 
     def __init__(
-        self,
-        beat: Beat,
-        idle: Callable[[NodeConnection], None],
-        gone: Callable[[NodeConnection], None],
+        self, idle: Callable[[NodeConnection], None], gone: Callable[[NodeConnection], None]
     ) -> None:
-        self._beat = beat
-        # Its descriptor while it is read at the beat, and not by the loop.
-        self._joined: int | None = None
         self.loop = asyncio.get_running_loop()
         self._idle = idle
         self._gone = gone
@@ -189,7 +176,7 @@ class NodeConnection(asyncio.Protocol):
         """Send a request and wait for the head of its answer; AnswerError, OSError."""
         if self._transport is None:
             raise AnswerError("the connection has been closed")
-        reply = self._reply = Reply(self, self._beat)
+        reply = self._reply = Reply(self)
         self._complete = False
         self._transport.write(head)
         if body:
@@ -204,58 +191,17 @@ class NodeConnection(asyncio.Protocol):
     def abort(self) -> None:
         """Close at once; the node sees its client go."""
         if self._transport is not None:
-            self._leave()
             self._transport.abort()
 
     def pause(self) -> None:
         if self._reading and self.usable:
             self._reading = False
-            if self._joined is None:
-                cast(asyncio.Transport, self._transport).pause_reading()
-            else:
-                self._beat.leave(self._joined)
+            cast(asyncio.Transport, self._transport).pause_reading()
 
     def resume(self) -> None:
         if not self._reading and self.usable:
             self._reading = True
-            if self._joined is None:
-                cast(asyncio.Transport, self._transport).resume_reading()
-            else:
-                self._beat.join(self._joined, self._read)
-
-    def join(self) -> None:
-        """Be read at the beat until the answer ends. What is in TLS only the loop can read."""
-        transport = self._transport
-        if self._joined is None and transport is not None and not transport.is_closing():
-            if transport.get_extra_info("sslcontext") is not None:
-                return
-            self.pause()
-            self._joined = transport.get_extra_info("socket").fileno()
-            self.resume()
-
-    def _leave(self) -> None:
-        """Let the loop read again."""
-        if self._joined is not None:
-            was_reading = self._reading
-            self.pause()
-            self._beat.leave(self._joined)
-            self._joined = None
-            if was_reading:
-                self.resume()
-
-    def _read(self) -> None:
-        assert self._joined is not None  # it is read at the beat
-        try:
-            data = os.read(self._joined, _MAX_HELD)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._break(AnswerError(f"a node's connection has failed: {error.strerror}"))
-            return
-        if data:
-            self.data_received(data)
-        else:
-            self._leave()  # so that the loop finds its end
+            cast(asyncio.Transport, self._transport).resume_reading()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -287,9 +233,6 @@ class NodeConnection(asyncio.Protocol):
             self._break(fault)
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self._joined is not None:
-            self._beat.leave(self._joined)
-            self._joined = None
         self._transport = None
         self._parser = None  # it and this hold each other
         if self._until_closed and error is None:
@@ -333,7 +276,6 @@ class NodeConnection(asyncio.Protocol):
         transport = self._transport
         self._until_closed = False
         self._without_body = 0
-        self._leave()
         self._end(None)
         if (
             fault is None

@@ -46,7 +46,6 @@ class RouterOptions:
     max_kept_params: int = 8 << 20
     max_body: int = 64 << 20
     connect_timeout: float = 5.0
-    batch_ms: float = 1.0
     drain_delay: float = 0.0
     drain_timeout: float = 60.0
     # At the start; the file is read again when it changes.
@@ -118,15 +117,6 @@ def parser() -> argparse.ArgumentParser:
         help=f"refuse larger request bodies with 413; default {defaults.max_body}",
     )
     made.add_argument(
-        "--batch-ms",
-        type=float,
-        default=defaults.batch_ms,
-        metavar="MILLISECONDS",
-        help="while 16 streams or more run, pass their bytes on together, at most so long after "
-        "they came, which takes less CPU; never the first ones of a stream; 0: each at once; "
-        f"default {defaults.batch_ms:g}",
-    )
-    made.add_argument(
         "--drain-delay",
         type=float,
         default=defaults.drain_delay,
@@ -173,7 +163,6 @@ def parse(argv: Sequence[str] | None = None) -> RouterOptions:
         max_conversations=_in_range(made, "--max-conversations", args.max_conversations, 1, 1e9),
         max_kept_params=_in_range(made, "--max-kept-params", args.max_kept_params, 0, 1 << 40),
         max_body=_in_range(made, "--max-body", args.max_body, 1, 1 << 40),
-        batch_ms=_in_range(made, "--batch-ms", args.batch_ms, 0, 100),
         drain_delay=_in_range(made, "--drain-delay", args.drain_delay, 0, 3600),
         drain_timeout=_in_range(made, "--drain-timeout", args.drain_timeout, 0, 86_400),
         engine_api_key=given_keys(
