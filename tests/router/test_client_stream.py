@@ -56,9 +56,16 @@ async def a_client_that_does_not_read_is_sent_everything_later(
 async def what_is_sent_at_once_does_not_overtake_what_waits(
     stream: ClientStream, client: socket.socket
 ) -> None:
-    stream._transport.write(b"head, ")
-    assert stream.put(b"first, ") and stream.put(b"second")
-    assert await read(client, 19) == b"head, first, second"
+    sent = []
+    while not sent or stream.put(sent[-1]):
+        sent.append(b"%d " % len(sent) + PIECE)
+    client.setblocking(False)
+    # There is room again, and the loop has not come round to it yet.
+    found = client.recv(1 << 20)
+    sent.append(b"the last")
+    stream.put(sent[-1])
+    whole = b"".join(sent)
+    assert found + await read(client, len(whole) - len(found)) == whole
 
 
 async def a_client_that_is_gone_is_found_out(stream: ClientStream, client: socket.socket) -> None:

@@ -8,7 +8,6 @@ waited for.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Mapping
 
 from aiohttp import HttpVersion11, web
@@ -35,9 +34,6 @@ class ClientStream:
         self._writer = writer
         self._transport = transport
         self._chunked = response.chunked
-        # Where there is TLS only the transport can write.
-        plain = transport.get_extra_info("sslcontext") is None
-        self._descriptor = transport.get_extra_info("socket").fileno() if plain else -1
 
     @classmethod
     async def begin(
@@ -64,21 +60,7 @@ class ClientStream:
         transport = self._transport
         if transport.is_closing():
             return False
-        if self._chunked:
-            piece = b"%x\r\n%b\r\n" % (len(piece), piece)
-        if self._descriptor >= 0 and not transport.get_write_buffer_size():
-            # At once, and not by way of the loop: a tenth of what a stream costs.
-            try:
-                sent = os.write(self._descriptor, piece)
-            except BlockingIOError:
-                sent = 0
-            except OSError:
-                transport.abort()
-                return False
-            if sent == len(piece):
-                return True
-            piece = piece[sent:]
-        transport.write(piece)
+        transport.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece)
         return transport.get_write_buffer_size() <= _MAX_BUFFERED
 
     async def drain(self) -> None:
