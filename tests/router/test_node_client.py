@@ -274,6 +274,12 @@ async def test_a_connection_that_comes_too_late_is_not_left_open(
         await ask(client, Address("127.0.0.1", 9))
 
 
+async def test_a_name_that_python_cannot_encode_is_a_node_that_is_not_there() -> None:
+    for host in ("10.0.0.1..2", "x" * 64):
+        with closing(NodeClient(5)) as client, pytest.raises(OSError, match="no host name"):
+            await ask(client, Address(host, 9))
+
+
 async def test_names_are_looked_up_once_for_many_and_anew_after_a_failure() -> None:
     names = Names()
     loop = asyncio.get_running_loop()

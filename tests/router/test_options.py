@@ -209,6 +209,7 @@ def test_the_shared_state_is_named_by_flag_file_or_environment(
         (["--state", "redis://s3cret x"], "--state must be memory, or begin with redis://"),
         (["--state", "redis://:s3cret@h:port"], "--state is no URL of a Redis"),
         (["--state", "redis://:s3cret@h?socket_timeout=x"], "--state is no URL of a Redis"),
+        (["--state", "redis://:s3cret@h..h:6379"], "--state is no URL of a Redis"),
         (["--state-file", "/no/such"], "--state-file /no/such cannot be read: No such file"),
         (["--state", "memory", "--state-file", "/no"], "give one of --state and --state-file"),
         (["--state-prefix", "a b"], "--state-prefix must be printable"),

@@ -26,6 +26,16 @@ from tools.cluster.ports import PortReservations
 OVERLAY = Path(__file__).resolve().parents[2] / "overlay"
 # Hides uvloop from the process.
 WITHOUT = "import sys; sys.modules['uvloop'] = None\n"
+# A fault of the router, as soon as a turn is under way.
+FAILS = """
+from vllm.bidir.router import discovery, legs
+discovery.LOOK_S = 0.02
+prefill = legs.Legs.prefill
+async def and_then_fails(*given):
+    discovery.Discovery._names = lambda self: 1 / 0
+    return await prefill(*given)
+legs.Legs.prefill = and_then_fails
+"""
 RUN = "import sys; from vllm_bidir_router import main; sys.exit(main())"
 
 
@@ -41,7 +51,7 @@ class Running:
 async def running(request: pytest.FixtureRequest) -> AsyncIterator[Running]:
     if request.param == "uvloop" and importlib.util.find_spec("uvloop") is None:
         pytest.skip("needs uvloop")
-    code = RUN if request.param == "uvloop" else WITHOUT + RUN
+    code = {"uvloop": "", "asyncio": WITHOUT, "fails": FAILS}[request.param] + RUN
     engines = [await FakeEngine(role).start() for role in ("prefill", "decode")]
     with PortReservations() as ports:
         port = ports.reserve()
@@ -142,6 +152,28 @@ async def test_a_stream_goes_on_to_its_end_or_to_a_second_signal(
     kept = [lease_id(1), lease_id(2)] if again is None else [lease_id(1)]
     assert sorted(running.decode.leases.released()) == kept
     assert (b"shutting down" in rest) == (again is not None)
+
+
+@pytest.mark.parametrize("running", ["fails"], indirect=True)
+async def test_a_loop_that_fails_ends_the_router_after_what_is_under_way(running: Running) -> None:
+    """Exit code 1: whatever has started it starts it anew."""
+    running.decode.leases.duration_s = 60
+
+    async def waits(request: web.Request, body: dict[str, Any]) -> None:
+        async with aiohttp.ClientSession() as client:
+            while (await client.get(running.url + "/ready")).status != 503:
+                await asyncio.sleep(0.01)
+
+    running.decode.script = waits
+    async with (
+        aiohttp.ClientSession() as client,
+        client.post(running.url + "/v1/completions", json={**BODY, "stream": True}) as response,
+    ):
+        assert (await response.read()).endswith(event("[DONE]"))
+    _, said = await asyncio.wait_for(running.process.communicate(), 15)
+    assert running.process.returncode == 1
+    assert b"Discovery.run has failed" in said and b"ZeroDivisionError" in said
+    assert running.decode.leases.released() == [lease_id(1)]
 
 
 def test_uvloop_is_what_it_runs_on_where_it_is_installed() -> None:

@@ -6,14 +6,16 @@ With `https://` before it the node is spoken to in TLS.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass
 
 # Before a name whose every address is a node of its own, such as a headless Kubernetes service.
 MANY = "dns:"
 
-_NAME = re.compile(r"[A-Za-z0-9._-]+")
-_IPV6 = re.compile(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?")
+# Python raises no OSError where a name has an empty or a longer one.
+_LONGEST_LABEL = 63
+_LABEL = re.compile(rf"[A-Za-z0-9_-]{{1,{_LONGEST_LABEL}}}")
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,28 @@ def make_address(host: str, port: int) -> Address:
     bare = host.removeprefix(MANY)
     if bare.startswith("[") and bare.endswith("]"):
         bare = bare[1:-1]
-    if ":" in bare:
-        if many or not _IPV6.fullmatch(bare):
-            raise ValueError(f"{host[:200]!r} is neither a host name nor an IP address")
-    elif not _NAME.fullmatch(bare):
-        raise ValueError(f"{host[:200]!r} is neither a host name nor an IP address")
+    if (many and ":" in bare) or not is_host(bare):
+        raise ValueError(
+            f"{host[:200]!r} is neither a host name nor an IP address; a name's parts between its "
+            f"dots have 1 to {_LONGEST_LABEL} letters, digits, - or _"
+        )
     return Address(bare, port, scheme if found else "http", many)
+
+
+def is_host(text: str) -> bool:
+    """Whether it is a host name that can be looked up, or an IP address without brackets."""
+    if ":" in text:
+        address, scoped, scope = text.partition("%")
+        try:
+            ipaddress.IPv6Address(address)
+        except ValueError:
+            return False
+        return not scoped or _has_labels(scope)
+    return _has_labels(text.removesuffix("."))
+
+
+def _has_labels(text: str) -> bool:
+    return all(_LABEL.fullmatch(label) for label in text.split("."))
 
 
 def parse_address(text: str) -> Address:

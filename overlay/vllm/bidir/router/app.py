@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,11 +14,11 @@ from aiohttp.typedefs import Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from vllm.bidir.router import openapi, policies, status_page, trace_options
 from vllm.bidir.router.access import Access
+from vllm.bidir.router.background import Background
 from vllm.bidir.router.checks import HealthChecks
 from vllm.bidir.router.conversations import Bounds, Conversations, conversation_key
 from vllm.bidir.router.discovery import Discovery, NodeList
 from vllm.bidir.router.draining import Draining
-from vllm.bidir.router.end_tasks import end_tasks
 from vllm.bidir.router.errors import ClientError
 from vllm.bidir.router.headers import REQUEST_ID, request_id
 from vllm.bidir.router.heartbeat import Heartbeat
@@ -51,7 +50,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Router:
-    """Everything one router owns; `make_app` wires it into an aiohttp application."""
+    """Everything one router owns; `make_app` wires it into an aiohttp application.
+
+    `failed`: something that runs beside the requests has ended with an error, and the router ends.
+    """
 
     def __init__(self, options: RouterOptions) -> None:
         self.options = options
@@ -106,6 +108,7 @@ class Router:
             self.metrics,
             time.monotonic(),
         )
+        self.failed = False
         self.tracing = trace_options.start(options.otlp_traces_endpoint, version())
         self._legs: Legs | None = None
         self._turns: Turns | None = None
@@ -163,14 +166,21 @@ class Router:
             runs = [self.discovery.run, checks.run, heartbeat.run, rotation.run]
             if self._link is not None:
                 runs.append(self._link.run)
-            tasks = [asyncio.create_task(run()) for run in runs]
+            background = Background(self._fail)
+            background.start(runs)
             yield
-            await end_tasks(tasks)
+            await background.end()
             await heartbeat.say_goodbye()
             if self._link is not None:
                 await self._link.close()
             if self.tracing is not None:
                 await self.tracing.close()
+
+    def _fail(self) -> None:
+        """End as at SIGTERM, and not as if all were well."""
+        self.failed = True
+        if not self.draining.begun:
+            self.draining.tell()
 
     async def _open_state(self, side_channels: SideChannels) -> None:
         """Where several routers share one: reach for it, for a moment, and look after it."""

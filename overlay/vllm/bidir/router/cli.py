@@ -22,8 +22,8 @@ logger = logging.getLogger("vllm_bidir_router")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGINT or SIGTERM, and 0 then; exit 1 if the port cannot be had, or traces not be
-    made."""
+    """Serve until SIGINT or SIGTERM, and 0 then; exit 1 if the port cannot be had, traces not be
+    made, or what runs beside the requests has failed."""
     options = parse(argv)
     logging.basicConfig(
         stream=sys.stderr,
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The format has no use for them, and looking them up costs an eighth of a line.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     try:
-        _serve(options)
+        return 0 if _serve(options) else 1
     except TracingError as error:
         logger.error("%s", error)
         return 1
@@ -46,10 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             error.strerror,
         )
         return 1
-    return 0
 
 
-def _serve(options: RouterOptions) -> None:
+def _serve(options: RouterOptions) -> bool:
+    """Whether it was told to end."""
     logger.info(
         "listening on %s:%d; prefill: %s; decode: %s",
         options.host,
@@ -60,4 +60,6 @@ def _serve(options: RouterOptions) -> None:
     open_many_files()
     calm_garbage_collector()
     return_memory()
-    run(serve(Router(options)))
+    router = Router(options)
+    run(serve(router))
+    return not router.failed

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import socket
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import yaml
 from vllm.bidir.router.address import Address, parse_address
 from vllm.bidir.router.followed import LOOK_S, FollowedFile
 from vllm.bidir.router.metrics import Metrics
+from vllm.bidir.router.names import look_up
 from vllm.bidir.router.pool import Pool
 
 logger = logging.getLogger("vllm_bidir_router")
@@ -89,8 +89,11 @@ def _addresses(role: str, entries: Any, wrong: list[str]) -> tuple[Address, ...]
 
 
 async def resolve(name: str, port: int) -> list[str]:
-    """All IP addresses of a name, in order; of one family, since nodes may have one in each."""
-    found = await asyncio.get_running_loop().getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    """All IP addresses of a name, in order; of one family, since nodes may have one in each.
+
+    OSError if there is none.
+    """
+    found = await look_up(name, port)
     family = found[0][0]
     return sorted({str(one[4][0]) for one in found if one[0] == family})
 
@@ -171,7 +174,7 @@ class Discovery:
     async def _resolve_name(self, name: Address) -> None:
         try:
             hosts = await asyncio.wait_for(resolve(name.host, name.port), _RESOLVE_S)
-        except (OSError, UnicodeError, asyncio.TimeoutError) as error:
+        except (OSError, asyncio.TimeoutError) as error:
             self._metrics.node_list_error(str(name))
             if name not in self._silent:
                 self._silent.add(name)

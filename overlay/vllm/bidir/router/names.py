@@ -22,7 +22,7 @@ class Names:
         """All addresses of a host; OSError if there is none."""
         asked = self._asked.get((host, port))
         if asked is None:
-            asked = self._asked[host, port] = asyncio.create_task(_look_up(host, port))
+            asked = self._asked[host, port] = asyncio.create_task(look_up(host, port))
             asked.add_done_callback(lambda found: self._keep((host, port), found))
         # One who gives up does not spoil it for the others.
         return await asyncio.shield(asked)
@@ -35,5 +35,10 @@ class Names:
             found.get_loop().call_later(_KEPT_S, self._asked.pop, name, None)
 
 
-async def _look_up(host: str, port: int) -> Sequence[AddrInfoType]:
-    return await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+async def look_up(host: str, port: int) -> Sequence[AddrInfoType]:
+    """All addresses of a host; OSError if there is none."""
+    loop = asyncio.get_running_loop()
+    try:
+        return await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # what is no name is no OSError to Python
+        raise socket.gaierror(socket.EAI_NONAME, "this is no host name") from error

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vllm.bidir.router.address import is_host
 from vllm.bidir.router.keys import given_keys
 
 STATE_VARIABLE = "VLLM_BIDIR_ROUTER_STATE"
@@ -109,7 +110,9 @@ def read_url(text: str) -> str | None:
     from redis.asyncio.connection import parse_url
 
     try:
-        parse_url(text)
+        host = parse_url(text).get("host")
+        if host is not None and not is_host(host):
+            raise ValueError
     except ValueError:
         raise ValueError(
             "is no URL of a Redis: redis://[[USER]:PASSWORD@]HOST[:PORT][/DB]"
