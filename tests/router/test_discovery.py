@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ def test_a_list_names_both_roles(tmp_path: Path) -> None:
         ("decode: d:1", "`decode` must be a list"),
         ("decode: [1]", "must be text"),
         ("decode: [d:1, d:1]", "`decode`: d:1 is named twice"),
+        ("decode: [d:1, https://d:1]", "`decode`: d:1 is named twice"),
         ("decode: [d]\nprefill: [p]", "`prefill`: 'p' does not end in a port; write host:port; `d"),
         ("decode: [", "is not YAML"),
         ("\x00", "is not YAML"),
@@ -187,6 +189,41 @@ async def test_leases_of_a_node_that_was_added_are_renewed(
     await until(lambda: names(setup) == [str(another.address)])
     await setup.ask(conversation_id="c")
     await until(lambda: bool(another.leases.renewed()))
+
+
+@pytest.mark.parametrize("busy", [False, True])
+async def test_leases_go_on_where_a_node_is_spoken_to_in_another_way(
+    make_setup: MakeSetup, busy: bool
+) -> None:
+    """With TLS now, say: the node before leaves when the other is there under its name."""
+    setup = await make_setup()
+    engine = setup.decode[0]
+    engine.leases.duration_s = 0.3
+    now = engine.address
+    # A router that has asked over another scheme until now: what it has said does not count here.
+    before = replace(now, scheme="HTTP")
+    setup.router.decode.set_addresses([before])
+    await setup.ask(conversation_id="a")
+    may_end = asyncio.Event()
+
+    async def slow(request: web.Request, body: dict[str, Any]) -> None:
+        await may_end.wait()
+
+    engine.script = slow
+    asking = [asyncio.create_task(setup.ask())] if busy else []
+    await until(lambda: len(engine.asked) == 1 + busy)
+    setup.router.decode.set_addresses([now])
+    async with setup.client.get(setup.url + "/metrics") as response:
+        gauges = (await response.text()).count(f'node_up{{node="{now}",role="decode"}}')
+    assert gauges == 1
+    may_end.set()
+    await asyncio.gather(*asking)
+    await until(lambda: not setup.router.decode.draining)
+    seen = len(engine.leases.renewed())
+    await until(lambda: [lease_id(1)] in engine.leases.renewed()[seen:])
+    assert lease_id(1) not in engine.leases.released()
+    assert (await setup.ask(conversation_id="a"))[0] == 200
+    assert setup.metric("bidir_router_turns_total", outcome="hit", reason="") == 1
 
 
 async def test_a_list_that_cannot_be_used_changes_nothing(

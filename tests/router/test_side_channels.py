@@ -142,6 +142,18 @@ async def test_other_nodes_are_sent_where_the_option_says(setup: Setup) -> None:
     assert prefill.asked[1]["kv_transfer_params"]["remote_host"] == "d.rdma"
 
 
+def test_a_node_that_goes_takes_nothing_with_it_from_another_of_its_name() -> None:
+    channels = SideChannels({})
+    old, new = (Node("decode", Address("n", 1), Health(HealthRules(), lambda: 0.0)) for _ in "ab")
+    channels.joined(old)
+    assert admitted(channels, params(5600))
+    channels.joined(new)
+    channels.gone(old)
+    assert not admitted(channels, params(5700))
+    channels.gone(new)
+    assert admitted(channels, params(5700))
+
+
 def test_a_node_that_has_gone_may_come_back_as_another_engine() -> None:
     channels = SideChannels({})
     assert admitted(channels, params(5600)) and not admitted(channels, params(5700))

@@ -74,18 +74,18 @@ def _addresses(role: str, entries: Any, wrong: list[str]) -> tuple[Address, ...]
     if not isinstance(entries, list):
         wrong.append(f"`{role}` must be a list")
         return ()
-    made: dict[Address, None] = {}
+    made: dict[str, Address] = {}
     for entry in entries:
         try:
             if not isinstance(entry, str):
                 raise ValueError(f"{str(entry)[:200]!r} must be text; put it in quotes")
             address = parse_address(entry)
-            if address in made:
+            if str(address) in made:
                 raise ValueError(f"{address} is named twice")
-            made[address] = None
+            made[str(address)] = address
         except ValueError as error:
             wrong.append(f"`{role}`: {error}")
-    return tuple(made)
+    return tuple(made.values())
 
 
 async def resolve(name: str, port: int) -> list[str]:

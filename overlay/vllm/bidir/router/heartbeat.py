@@ -24,6 +24,7 @@ from vllm.bidir.router.end_tasks import end_tasks
 from vllm.bidir.router.keys import Keys
 from vllm.bidir.router.leases import Leases, NodeLeases
 from vllm.bidir.router.legs import Legs, Unreachable
+from vllm.bidir.router.loops import Loops
 from vllm.bidir.router.metrics import Metrics
 from vllm.bidir.router.nodes import Node
 from vllm.bidir.router.state import State
@@ -79,52 +80,45 @@ class Heartbeat:
         self._metrics = metrics
         self._keys = keys
         self._silent: set[str] = set()
+        # Under one name there may be another node than before, such as with TLS now.
         self._nodes: dict[str, Node] = {}
-        self._changed = asyncio.Event()
+        self._loops = Loops(self._follow)
 
     def joined(self, node: Node) -> None:
         """From now on this node is called."""
         self._nodes[node.name] = node
         self._leases.of(node.name).gone = False
-        self._changed.set()
+        self._loops.start(node.name)
 
     def left(self, node: Node) -> None:
-        """No turn will need what it keeps."""
-        self._conversations.leave_node(node.name)
+        """No turn will need what it keeps, unless another node goes on under its name."""
+        if self._nodes.get(node.name) is node:
+            self._conversations.leave_node(node.name)
 
     def gone(self, node: Node) -> None:
         """Once it has been given everything back it is called no more."""
-        here = self._leases.of(node.name)
-        here.gone = True
-        here.any_ended.set()
+        if self._nodes.get(node.name) is node:
+            here = self._leases.of(node.name)
+            here.gone = True
+            here.any_ended.set()
 
     async def run(self) -> None:
         """Renew and give back until cancelled, on the nodes that there are."""
-        loops: dict[str, asyncio.Task[None]] = {}
-        try:
-            while True:
-                self._changed.clear()
-                for name, node in self._nodes.items():
-                    if name not in loops:
-                        loops[name] = asyncio.create_task(self._follow(node))
-                ended = {name for name, loop in loops.items() if loop.done()}
-                for name in ended:
-                    loops.pop(name).result()
-                if not ended:
-                    await self._changed.wait()
-        finally:
-            await end_tasks(loops.values())
+        await self._loops.run()
 
-    async def _follow(self, node: Node) -> None:
-        renewing = asyncio.create_task(self._renewing(node))
-        try:
-            await self._giving_back(node)
-        finally:
-            self._changed.set()
-            await end_tasks([renewing])
-        del self._nodes[node.name]
-        self._silent.discard(node.name)
-        self._leases.drop(node.name)
+    async def _follow(self, name: str) -> None:
+        here = self._leases.of(name)
+        while not here.gone:
+            both = [asyncio.create_task(run(name)) for run in (self._renewing, self._giving_back)]
+            try:
+                done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+                for one in done:
+                    one.result()
+            finally:
+                await end_tasks(both)
+        del self._nodes[name]
+        self._silent.discard(name)
+        self._leases.drop(name)
 
     async def say_goodbye(self) -> None:
         """Give everything back, as well as it goes within a second.
@@ -154,8 +148,8 @@ class Heartbeat:
                 except _CallError:
                     return
 
-    async def _renewing(self, node: Node) -> None:
-        here = self._leases.of(node.name)
+    async def _renewing(self, name: str) -> None:
+        here = self._leases.of(name)
         last = time.monotonic()
         while True:
             if math.isinf(here.shortest_s):
@@ -167,7 +161,7 @@ class Heartbeat:
                 await asyncio.wait_for(here.sooner.wait(), left)
             except asyncio.TimeoutError:
                 last = time.monotonic()
-                await self._renew(node, interval)
+                await self._renew(self._nodes[name], interval)
             here.sooner.clear()
 
     async def _renew(self, node: Node, interval: float) -> None:
@@ -210,12 +204,13 @@ class Heartbeat:
             # What another router has superseded is no loss either.
             self._metrics.lost.inc(len(await self._state.give_up(keys)))
 
-    async def _giving_back(self, node: Node) -> None:
-        here = self._leases.of(node.name)
+    async def _giving_back(self, name: str) -> None:
+        here = self._leases.of(name)
         while here.ended or not here.gone:
             await here.any_ended.wait()
             await asyncio.sleep(COLLECT_S)
             for ids in _batches(await self._to_release(here.take_ended())):
+                node = self._nodes[name]
                 try:
                     await self._call(node, "release", ids, _MOST_TIMEOUT_S)
                 except _CallError as error:

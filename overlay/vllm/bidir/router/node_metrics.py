@@ -7,6 +7,7 @@ Nodes come and go, and their labels with them.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from prometheus_client.core import GaugeMetricFamily
@@ -43,8 +44,13 @@ class NodeGauges(Collector):
         now = self._clock()
         for pool in self._pools:
             waiting.add_metric((pool.role,), pool.waiting)
+            # A node may drain while another has joined under its name.
+            turns: Counter[str] = Counter()
+            usable: dict[str, bool] = {}
             for node in (*pool.nodes, *pool.draining):
-                usable = node.health.usable(now) and not node.draining
-                up.add_metric((pool.role, node.name), float(usable))
-                in_flight.add_metric((pool.role, node.name), node.in_flight)
+                turns[node.name] += node.in_flight
+                usable.setdefault(node.name, node.health.usable(now) and not node.draining)
+            for name, may_be_given in usable.items():
+                up.add_metric((pool.role, name), float(may_be_given))
+                in_flight.add_metric((pool.role, name), turns[name])
         return (up, in_flight, waiting)

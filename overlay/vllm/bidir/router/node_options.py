@@ -168,6 +168,6 @@ def _addresses(
         addresses = tuple(make_address(*pair) for pair in zip(hosts, ports, strict=True))
     except ValueError as error:
         made.error(f"--{role}-host: {error}")
-    if len(set(addresses)) != len(addresses):
+    if len(set(map(str, addresses))) != len(addresses):
         made.error(f"--{role}-hosts and --{role}-ports name the same node twice")
     return addresses

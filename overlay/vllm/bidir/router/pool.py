@@ -109,9 +109,15 @@ class Pool:
             watcher.joined(node)
 
     def set_addresses(self, addresses: Iterable[Address]) -> None:
-        """Make this the list. Nodes that stay are not touched, those that are missing drain."""
+        """Make this the list. Nodes that stay are not touched, those that are missing drain.
+
+        Of two with the same name, host and port, the first one counts.
+        """
         before = {node.address: node for node in self._nodes}
-        wanted = dict.fromkeys(addresses)
+        by_name: dict[str, Address] = {}
+        for address in addresses:
+            by_name.setdefault(str(address), address)
+        wanted = dict.fromkeys(by_name.values())
         if wanted.keys() == before.keys():
             return
         come = {address: self._come(address) for address in wanted if address not in before}

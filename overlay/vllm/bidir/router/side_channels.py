@@ -46,16 +46,23 @@ class SideChannels:
     def __init__(self, given: Mapping[str, SideChannel]) -> None:
         self._given = given
         self._ports: dict[str, OrderedDict[str, _Port]] = {}
+        # Several under one name while one of them drains, or where one is both P and D.
+        self._nodes: dict[str, set[Node]] = {}
 
     def joined(self, node: Node) -> None:
         """Nothing is known of it until it has told."""
+        self._nodes.setdefault(node.name, set()).add(node)
 
     def left(self, node: Node) -> None:
         """Turns may still run on it."""
 
     def gone(self, node: Node) -> None:
         """What comes back under its name may be another engine."""
-        self._ports.pop(node.name, None)
+        others = self._nodes.get(node.name, set())
+        others.discard(node)
+        if not others:
+            self._nodes.pop(node.name, None)
+            self._ports.pop(node.name, None)
 
     def admit(self, params: dict[str, Any], node: str, host: str) -> dict[str, Any] | None:
         """A node's params with the host of its side channel; None if they name another port.
