@@ -53,6 +53,7 @@ class FakeEngine:
     headers: list[Mapping[str, str]] = field(default_factory=list)
     script: Callable[[web.Request, dict[str, Any]], Any] | None = None
     health: int = 200
+    checks: int = 0
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     leases: FakeLeases = field(default_factory=FakeLeases)
     server: TestServer | None = None
@@ -79,6 +80,7 @@ class FakeEngine:
         await self.server.close()
 
     async def _health(self, request: web.Request) -> web.Response:
+        self.checks += 1
         return web.Response(status=self.health)
 
     async def _models(self, request: web.Request) -> web.Response:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from aiohttp import web
+from vllm.bidir.router import checks
 from vllm.bidir.router.options import Address
 
 from tests.router.conftest import MakeSetup, Setup, until
@@ -53,6 +55,51 @@ async def test_a_node_that_is_down_is_not_asked_and_comes_back(
     for _ in range(4):
         assert (await setup.ask())[0] == 200
     assert len(one.asked) == 2
+
+
+@pytest.fixture
+async def silent() -> AsyncIterator[Address]:
+    """A node that takes connections and never answers."""
+    never = asyncio.Event()
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await never.wait()
+        writer.close()
+
+    server = await asyncio.start_server(hang, "127.0.0.1", 0)
+    yield Address("127.0.0.1", server.sockets[0].getsockname()[1])
+    never.set()
+    server.close()
+
+
+async def test_a_silent_node_delays_no_others_checks(
+    make_setup: MakeSetup, silent: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "TIMEOUT_S", 3600.0)
+    setup = await make_setup(prefill=(silent,), health_interval=0.05)
+    (engine,), (node,) = setup.decode, setup.router.decode.nodes
+    for status, is_up in ((200, True), (503, False), (200, True)):
+        engine.health = status
+        await until(lambda expected=is_up: node.health.up is expected)
+    assert setup.router.prefill.nodes[0].health.up is None
+
+
+async def test_turns_that_find_no_node_share_one_look_that_a_silent_one_does_not_hold_up(
+    make_setup: MakeSetup, silent: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "TIMEOUT_S", 3600.0)
+    monkeypatch.setattr(checks, "_RECHECK_S", 0.3)
+    monkeypatch.setattr(checks, "_PROBE_S", 3600.0)
+    setup = await make_setup(prefill=(silent,), health_interval=3600.0)
+    (engine,), (node,) = setup.decode, setup.router.decode.nodes
+    await until(lambda: node.health.up is True)
+    node.health.up = False
+    before = engine.checks
+    for _ in range(2):
+        answers = await asyncio.gather(*(setup.ask(n=2) for _ in range(5)))
+        assert {status for status, _ in answers} == {200}
+        node.health.up = False
+    assert engine.checks == before + 2
 
 
 async def test_no_turn_waits_for_a_p_that_is_down(make_setup: MakeSetup) -> None:
