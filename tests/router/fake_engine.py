@@ -54,6 +54,8 @@ class FakeEngine:
     script: Callable[[web.Request, dict[str, Any]], Any] | None = None
     health: int = 200
     checks: int = 0
+    hangs: bool = False
+    asked_for_models: int = 0
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     leases: FakeLeases = field(default_factory=FakeLeases)
     server: TestServer | None = None
@@ -84,6 +86,9 @@ class FakeEngine:
         return web.Response(status=self.health)
 
     async def _models(self, request: web.Request) -> web.Response:
+        self.asked_for_models += 1
+        if self.hangs:
+            await asyncio.Event().wait()
         return web.json_response({"object": "list", "data": [{"id": "m"}]})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:

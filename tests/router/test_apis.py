@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from vllm.bidir.router import side_calls
 from vllm.bidir.router.responses import Responses, ResponsesFilter, Said, said_in
 from vllm.bidir.router.security import Security, key_digest
 
-from tests.router.conftest import MakeSetup, Setup
+from tests.router.conftest import MakeSetup, Setup, until
 from tests.router.fake_apis import (
     messages_stream,
     output,
@@ -264,6 +265,31 @@ async def test_side_calls_reach_a_d_that_answers(make_setup: MakeSetup, path: st
     await setup.decode[1].stop()
     assert (await ask(setup, path, prompt="x"))[0] == 503
     assert (await ask(setup, path, kv_transfer_params={"a": 1}))[0] == 400
+
+
+@pytest.mark.parametrize("how", ["takes too long", "goes down"])
+async def test_a_d_that_hangs_does_not_keep_the_models_from_a_client(
+    make_setup: MakeSetup, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(side_calls, "_GET_S", 0.1 if how == "takes too long" else 3600.0)
+    setup = await make_setup(decode=2, health_interval=0.05)
+    hanging = setup.decode[0]
+    hanging.hangs = True
+    asking = [asyncio.create_task(setup.client.get(setup.url + "/v1/models")) for _ in range(2)]
+    await until(lambda: hanging.asked_for_models == 1)
+    if how == "goes down":
+        hanging.health = 503
+    for one in asking:
+        async with await one as response:
+            assert response.status == 200 and (await response.json())["data"][0]["id"] == "m"
+
+
+async def test_head_asks_a_d_as_get_does(setup: Setup) -> None:
+    url = setup.url + "/v1/models"
+    async with setup.client.head(url) as response, setup.client.get(url) as whole:
+        assert response.status == 200 and await response.read() == b""
+        assert response.headers["Content-Length"] == whole.headers["Content-Length"]
+    assert setup.decode[0].asked_for_models == 2 and setup.decode[0].asked == []
 
 
 async def test_version_names_the_release(setup: Setup) -> None:

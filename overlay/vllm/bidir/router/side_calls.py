@@ -11,16 +11,22 @@ from vllm.bidir.router.body import read_body
 from vllm.bidir.router.client_params import refuse_params
 from vllm.bidir.router.errors import ClientError
 from vllm.bidir.router.headers import REQUEST_ID, request_id, to_engine
+from vllm.bidir.router.in_time import in_time
 from vllm.bidir.router.legs import Legs, Unreachable
 from vllm.bidir.router.nodes import Node
+from vllm.bidir.router.while_up import while_up
 
 GET = ("/v1/models",)
 POST = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
-_TIMEOUT_S = 60.0
+# A long text takes its time; which models there are is known.
+_POST_S, _GET_S = 60.0, 10.0
 
 
 class SideCalls:
-    """Asks decode nodes in turn until one answers. `nodes`: in which order, anew for each call."""
+    """Asks decode nodes in turn until one answers. `nodes`: in which order, anew for each call.
+
+    One that takes too long, or goes down meanwhile, has not answered.
+    """
 
     def __init__(self, legs: Legs, access: Access, nodes: Callable[[], Iterable[Node]]) -> None:
         self._legs = legs
@@ -36,10 +42,11 @@ class SideCalls:
         headers |= {REQUEST_ID: named, "Content-Type": "application/json"}
         for node in self._nodes():
             try:
-                if http.method == "GET":
-                    answer = await self._legs.get(node, http.path, headers)
-                else:
-                    answer = await self._legs.post(node, http.path, body, headers, _TIMEOUT_S)
+                if http.method == "POST":
+                    asking = self._legs.post(node, http.path, body, headers, _POST_S)
+                else:  # HEAD as well: the server leaves the body out
+                    asking = in_time(self._legs.get(node, http.path, headers), _GET_S)
+                answer = await while_up(node, asking)
             except Unreachable:
                 continue
             return web.Response(
