@@ -93,8 +93,9 @@ async def make_setup() -> AsyncIterator[MakeSetup]:
         engines: dict[str, list[FakeEngine]] = {"prefill": [], "decode": []}
         addresses: dict[str, tuple[Address, ...]] = {}
         for role, given in (("prefill", prefill), ("decode", decode)):
-            for _ in range(given if isinstance(given, int) else 0):
-                engines[role].append(await FakeEngine(role).start())
+            for number in range(given if isinstance(given, int) else 0):
+                engine_id = f"{role}-{number}" if number else None
+                engines[role].append(await FakeEngine(role, engine_id).start())
                 closing.append(engines[role][-1].stop)
             started = tuple(engine.address for engine in engines[role])
             addresses[role] = started if isinstance(given, int) else given

@@ -49,6 +49,8 @@ class FakeEngine:
     """One fake node; `script` may answer instead of the default."""
 
     role: str
+    # Those of one router differ, as engines do; None: what P_PARAMS and d_params say.
+    engine_id: str | None = None
     asked: list[dict[str, Any]] = field(default_factory=list)
     headers: list[Mapping[str, str]] = field(default_factory=list)
     script: Callable[[web.Request, dict[str, Any]], Any] | None = None
@@ -113,14 +115,19 @@ class FakeEngine:
 
     def params(self, number: int) -> dict[str, Any]:
         """What D says of this turn, and will say again when it is asked."""
-        params = d_params(number) | self.leases.terms(number)
+        params = self._as_own(d_params(number)) | self.leases.terms(number)
         self.leases.note(params)
         return params
+
+    def _as_own(self, params: dict[str, Any]) -> dict[str, Any]:
+        own = {} if self.engine_id is None else {"remote_engine_id": self.engine_id}
+        return params | own
 
     async def _default(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         if self.role == "prefill":
             choice = {"index": 0, "text": "x", "finish_reason": "length"}
-            return web.json_response({"choices": [choice], "kv_transfer_params": P_PARAMS})
+            own = self._as_own(P_PARAMS)
+            return web.json_response({"choices": [choice], "kv_transfer_params": own})
         number = len(self.asked)
         params = self.params(number)
         if not body.get("stream"):

@@ -31,7 +31,7 @@ def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 async def another() -> AsyncIterator[FakeEngine]:
     """A decode node that is not on the list at first."""
-    engine = await FakeEngine("decode").start()
+    engine = await FakeEngine("decode", "another").start()
     yield engine
     await engine.stop()
 
@@ -278,7 +278,7 @@ async def test_a_name_is_one_node_for_each_address_and_is_resolved_again(
 ) -> None:
     one = await FakeEngine("decode").start("127.0.0.1")
     port = one.address.port
-    two = await FakeEngine("decode").start("127.0.0.2", port)
+    two = await FakeEngine("decode", "two").start("127.0.0.2", port)
     answers: list[list[str] | Exception] = [["127.0.0.1", "127.0.0.2"]]
 
     async def resolve(name: str, asked: int) -> list[str]:

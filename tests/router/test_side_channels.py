@@ -12,7 +12,7 @@ from vllm.bidir.router.nodes import Node
 from vllm.bidir.router.security import Security
 from vllm.bidir.router.side_channels import SideChannel, SideChannels, parse_side_channel
 
-from tests.router.conftest import BODY, Setup, another_router
+from tests.router.conftest import BODY, MakeSetup, Setup, another_router
 from tests.router.fake_engine import P_PARAMS, FakeEngine, d_params
 
 
@@ -42,6 +42,47 @@ def test_an_engine_that_has_moved_is_known_again_with_its_second_answer() -> Non
     assert admitted(channels, params(5600))
     assert not admitted(channels, params(5700))
     assert admitted(channels, params(5700)) and not admitted(channels, params(5600))
+
+
+def test_a_host_that_an_engine_has_not_named_before_is_dropped() -> None:
+    for given in ({}, {"n:1": SideChannel("rdma", range(5600, 5602))}):
+        channels = SideChannels(given)
+        assert admitted(channels, params(5600)) and admitted(channels, params(5601, "e2"))
+        other = {**params(5600), "remote_host": "evil"}
+        assert not admitted(channels, other) and admitted(channels, params(5600))
+        assert not admitted(channels, other) and admitted(channels, other)
+
+
+@pytest.mark.parametrize("host", ["", 7, True, ["n"], "x" * 256])
+def test_a_host_that_is_none_is_dropped(host: Any) -> None:
+    assert not admitted(SideChannels({}), {**params(), "remote_host": host})
+
+
+def test_another_host_is_told_of_once_and_not_which(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    channels = SideChannels({})
+    for _ in range(2):
+        assert admitted(channels, {**params(), "remote_host": "podname"})
+        assert admitted(channels, {**params(engine="e2"), "remote_host": "n"})
+    assert caplog.text.count("of n:1 names another host") == 1 and "podname" not in caplog.text
+
+
+def test_an_engine_is_one_nodes_until_that_is_gone() -> None:
+    channels = SideChannels({"given:1": SideChannel("rdma", range(5600, 5602))})
+    node = Node("decode", Address("n", 1), Health(HealthRules(), lambda: 0.0))
+    channels.joined(node)
+    assert admitted(channels, params(engine="e_dp0"))
+    for thief in ("other:1", "given:1"):
+        for _ in range(3):
+            assert channels.admit(params(engine="e_dp0"), thief, "x") is None
+        assert channels.recognise(params(engine="e_dp0"), thief, "x") is None
+        assert channels.admit(params(engine=f"e_{thief}"), thief, "x") is not None
+    assert admitted(channels, params(engine="e_dp0")) and admitted(channels, params(engine="e_dp1"))
+    assert not admitted(channels, params(engine="e_given:1"))
+    channels.left(node)
+    assert channels.admit(params(engine="e_dp0"), "other:1", "x") is None
+    channels.gone(node)
+    assert channels.admit(params(engine="e_dp0"), "other:1", "x") is not None
 
 
 def test_odd_ports_that_differ_each_time_never_move_it() -> None:
@@ -75,7 +116,7 @@ def test_memory_is_bounded_whatever_engine_ids_come() -> None:
     channels = SideChannels({})
     for number in range(1000):
         admitted(channels, params(engine=f"e{number}"))
-    assert len(channels._ports["n:1"]) == 256
+    assert len(channels._engines["n:1"]) == 256
 
 
 @pytest.mark.parametrize(
@@ -127,6 +168,28 @@ async def test_what_names_another_side_channel_is_dropped_and_counted(
     else:
         assert offered == [None, 5600, 5600, 5600]
     assert "names another side channel" in caplog.text and "6666" not in caplog.text
+
+
+async def test_two_nodes_with_one_engine_id_do_not_lead_each_other_astray(
+    make_setup: MakeSetup,
+) -> None:
+    setup = await make_setup(decode=2)
+    setup.decode[1].engine_id = setup.decode[0].engine_id
+    for _ in range(2):
+        for name in ("a", "b"):
+            assert (await setup.ask(conversation_id=name))[0] == 200
+    assert setup.metric("bidir_router_params_dropped_total", leg="decode") == 2
+    assert setup.metric("bidir_router_turns_total", outcome="hit", reason="") == 1
+
+
+@pytest.mark.parametrize("named", ["127.0.0.1", "elsewhere"])
+async def test_hosts_that_are_replaced_are_counted(setup: Setup, named: str) -> None:
+    for engine, own in ((setup.prefill[0], P_PARAMS), (setup.decode[0], d_params(1))):
+        moves(engine, {**own, "remote_host": named}, [5600])
+    assert (await setup.ask())[0] == 200
+    for leg in ("prefill", "decode"):
+        counted = setup.metric("bidir_router_hosts_replaced_total", leg=leg)
+        assert counted == (named == "elsewhere")
 
 
 async def test_other_nodes_are_sent_where_the_option_says(setup: Setup) -> None:

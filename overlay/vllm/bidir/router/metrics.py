@@ -56,7 +56,15 @@ class Metrics:
         )
         self._params_dropped = Counter(
             "bidir_router_params_dropped",
-            "kv_transfer_params of a node that name another side channel than its own, by leg.",
+            "kv_transfer_params of a node that name another side channel than its own, or another "
+            "node's engine, by leg.",
+            ["leg"],
+            registry=self.registry,
+        )
+        self._hosts_replaced = Counter(
+            "bidir_router_hosts_replaced",
+            "kv_transfer_params of a node that name another host than the one under which the "
+            "router has others reach its side channel, by leg.",
             ["leg"],
             registry=self.registry,
         )
@@ -248,6 +256,9 @@ class Metrics:
         self._answers.labels(route, status).inc()
         if status >= 500:
             self.last_errors.note(f"answer to {route}", "", str(status))
+
+    def host_replaced(self, leg: str) -> None:
+        self._hosts_replaced.labels(leg).inc()
 
     def params_dropped(self, leg: str, node: str) -> None:
         self._params_dropped.labels(leg).inc()

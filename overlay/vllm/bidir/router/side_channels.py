@@ -3,22 +3,27 @@
 
 Params of one node send another node to a host and a port. The host is never taken from an answer:
 it is the one under which the router reaches the node, or the one that --side-channel names. The
-port is the one that --side-channel names, else the one that the same engine has named before.
+port is the one that --side-channel names, else the one that the same engine has named before. What
+an engine names stays the same while it lives, and no two nodes have an engine in common.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.bidir.router.nodes import Node
+
+logger = logging.getLogger("vllm_bidir_router")
 
 # A restart, or a data-parallel rank, is an engine id of its own.
 _ENGINES_PER_NODE = 256
 _MAX_ENGINE_ID = 512
+_MAX_HOST = 255
 _GIVEN = re.compile(
     r"(?P<node>\S+)=(?P<host>\[[^\[\]=]+\]|[^\[\]:=\s]+)(:(?P<low>\d{1,5})(-(?P<high>\d{1,5}))?)?"
 )
@@ -32,12 +37,19 @@ class SideChannel:
     ports: range | None = None
 
 
-@dataclass
-class _Port:
-    """The port that an engine names. One answer with `moved` has been dropped, if it is not 0."""
+class _Place(NamedTuple):
+    """Where an engine says that its side channel is. It need not name a host; see `admit`."""
 
-    known: int
-    moved: int = 0
+    host: str | None
+    port: int
+
+
+@dataclass
+class _Engine:
+    """What an engine names. One answer with `moved` has been dropped, if it is not None."""
+
+    known: _Place
+    moved: _Place | None = None
 
 
 class SideChannels:
@@ -45,7 +57,7 @@ class SideChannels:
 
     def __init__(self, given: Mapping[str, SideChannel]) -> None:
         self._given = given
-        self._ports: dict[str, OrderedDict[str, _Port]] = {}
+        self._engines: dict[str, OrderedDict[str, _Engine]] = {}
         # Several under one name while one of them drains, or where one is both P and D.
         self._nodes: dict[str, set[Node]] = {}
 
@@ -62,68 +74,99 @@ class SideChannels:
         others.discard(node)
         if not others:
             self._nodes.pop(node.name, None)
-            self._ports.pop(node.name, None)
+            self._engines.pop(node.name, None)
 
     def admit(self, params: dict[str, Any], node: str, host: str) -> dict[str, Any] | None:
-        """A node's params with the host of its side channel; None if they name another port.
+        """A node's params with the host of its side channel; None if they name another one than
+        the same engine has before, or an engine that is another node's.
 
-        `host` is the one under which the router reaches the node.
+        `host` is the one under which the router reaches the node. An engine may name a host that is
+        no use elsewhere, such as localhost, as long as it is the same one.
         Params that name nothing (D says why it has kept nothing) come back as they are.
         """
         if params.get("remote_port") is None and not params.get("remote_block_ids"):
             return params
-        return self._admit(params, node, host, self._is_constant)
+        named = self._named(params, node)
+        if named is None:
+            return None
+        engine, place = named
+        told = self._host(node, host)
+        if not self._is_constant(node, engine, place, told):
+            return None
+        return {**params, "remote_host": told}
 
     def recognise(self, params: dict[str, Any], node: str, host: str) -> dict[str, Any] | None:
         """The same of params that have not come from the node itself: they teach nothing.
 
-        Only a port that the engine has named here before is one that it has.
+        Only a port that the engine has named here before is one that it has. Their host is the one
+        that a router has put there.
         """
-        return self._admit(params, node, host, self._is_known)
+        named = self._named(params, node)
+        if named is None:
+            return None
+        engine, place = named
+        if self._ports(node) is None:
+            engines = self._engines.get(node)
+            here = None if engines is None else engines.get(engine)
+            if here is None or here.known.port != place.port:
+                return None
+        return {**params, "remote_host": self._host(node, host)}
 
-    def _admit(
-        self,
-        params: dict[str, Any],
-        node: str,
-        host: str,
-        may_name: Callable[[str, str, int], bool],
-    ) -> dict[str, Any] | None:
-        given = self._given.get(node)
+    def _named(self, params: dict[str, Any], node: str) -> tuple[str, _Place] | None:
+        """The engine and its side channel, if both are of a kind that this node may name."""
         engine, port = params.get("remote_engine_id"), params.get("remote_port")
+        host = params.get("remote_host")
         if not isinstance(engine, str) or not 0 < len(engine) <= _MAX_ENGINE_ID:
             return None
         if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
             return None
-        if given is not None and given.ports is not None:
-            if port not in given.ports:
-                return None
-        elif not may_name(node, engine, port):
+        if host is not None and (not isinstance(host, str) or not 0 < len(host) <= _MAX_HOST):
             return None
-        return {**params, "remote_host": host if given is None else given.host}
+        ports = self._ports(node)
+        if (ports is not None and port not in ports) or self._is_anothers(node, engine):
+            return None
+        return engine, _Place(host, port)
 
-    def _is_known(self, node: str, engine: str, port: int) -> bool:
-        ports = self._ports.get(node)
-        here = None if ports is None else ports.get(engine)
-        return here is not None and here.known == port
+    def _is_anothers(self, node: str, engine: str) -> bool:
+        """Nodes know each other by their engines' ids: one that has two places leads astray."""
+        if engine in self._engines.get(node, ()):
+            return False
+        return any(engine in engines for engines in self._engines.values())
 
-    def _is_constant(self, node: str, engine: str, port: int) -> bool:
-        """Whether this engine has named no other port; two in a row that agree have moved it.
+    def _is_constant(self, node: str, engine: str, place: _Place, told: str) -> bool:
+        """Whether this engine has named no other place; two in a row that agree have moved it.
 
-        An engine id that an operator has fixed may come back on another port after a restart.
+        An engine id that an operator has fixed may come back elsewhere after a restart. Which of
+        the ports that an operator has named does not matter.
         """
-        ports = self._ports.setdefault(node, OrderedDict())
-        here = ports.setdefault(engine, _Port(port))
-        ports.move_to_end(engine)
-        if len(ports) > _ENGINES_PER_NODE:
-            ports.popitem(last=False)
-        if port == here.known:
-            here.moved = 0
-            return True
-        if port == here.moved:
-            here.known, here.moved = port, 0
-            return True
-        here.moved = port
-        return False
+        if self._ports(node) is not None:
+            place = place._replace(port=0)
+        engines = self._engines.setdefault(node, OrderedDict())
+        here = engines.get(engine)
+        if here is None:
+            here = engines[engine] = _Engine(place)
+            if place.host != told:
+                # Not the name itself: it may be anything.
+                logger.info(
+                    "an engine of %s names another host of its side channel; others are told %s",
+                    node,
+                    told,
+                )
+        engines.move_to_end(engine)
+        if len(engines) > _ENGINES_PER_NODE:
+            engines.popitem(last=False)
+        if place == here.moved:
+            here.known = place
+        here.moved = None if place == here.known else place
+        return here.moved is None
+
+    def _host(self, node: str, host: str) -> str:
+        given = self._given.get(node)
+        return host if given is None else given.host
+
+    def _ports(self, node: str) -> range | None:
+        given = self._given.get(node)
+        return None if given is None else given.ports
 
 
 def parse_side_channel(text: str) -> tuple[str, SideChannel]:

@@ -441,7 +441,7 @@ class Turns:
     def _admit(
         self, turn: Turn, leg: str, node: Node, params: dict[str, Any] | None
     ) -> dict[str, Any] | None:
-        """A node's params, unless they name another side channel than that node's own."""
+        """A node's params, unless they name a side channel or an engine that is not its own."""
         if params is None:
             return None
         admitted = self._side_channels.admit(params, node.name, node.address.host)
@@ -450,7 +450,15 @@ class Turns:
             if leg == "prefill":
                 turn.reuse.reason = Reason.UNSUPPORTED  # D computes it all
             # Not what they name: it may be anything.
-            logger.warning("%s: %s %s names another side channel; dropped", turn, leg, node.name)
+            logger.warning(
+                "%s: %s %s names another side channel than its own, or another node's engine; "
+                "dropped",
+                turn,
+                leg,
+                node.name,
+            )
+        elif admitted.get("remote_host") != params.get("remote_host"):
+            self._metrics.host_replaced(leg)
         return admitted
 
     def _failed(self, turn: Turn, leg: str, node: Node, kind: str) -> None:
