@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from vllm.bidir.router import discovery
-from vllm.bidir.router.address import Address
+from vllm.bidir.router.address import Address, parse_address
 from vllm.bidir.router.discovery import NodeList, read_node_list
 from vllm.bidir.router.options import RouterOptions, parse
+from vllm.bidir.router.security import Security
 
 from tests.router.conftest import MakeSetup, Setup, until
 from tests.router.fake_engine import FakeEngine, event
 from tests.router.fake_leases import lease_id
+from tests.router.tls import make_certificate
 
 LONG_S = 60.0
 
@@ -304,6 +307,34 @@ async def test_a_name_is_one_node_for_each_address_and_is_resolved_again(
     finally:
         await one.stop()
         await two.stop()
+
+
+@pytest.mark.parametrize(("asked", "status"), [("decode.svc.", 200), ("other.svc", 503)])
+async def test_nodes_that_a_name_stands_for_prove_in_tls_that_they_have_it(
+    asked: str,
+    status: int,
+    make_setup: MakeSetup,
+    another: FakeEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def resolve(name: str, port: int) -> list[str]:
+        return ["127.0.0.1"]
+
+    monkeypatch.setattr(discovery, "resolve", resolve)
+    cert, key = make_certificate(tmp_path, "DNS:decode.svc")
+    security = Security(tls=(cert, key), engine_ca=cert)
+    app = web.Application()
+    app.router.add_post("/v1/completions", another._generate)
+    node = TestServer(app, host="127.0.0.1")
+    await node.start_server(ssl=security.server_context())
+    address = parse_address(f"https://dns:{asked}:{node.port}")
+    try:
+        setup = await make_setup(decode=(address,), security=security, health_interval=0.0)
+        assert names(setup) == [f"127.0.0.1:{node.port}"]
+        assert (await setup.ask())[0] == status
+    finally:
+        await node.close()
 
 
 async def test_a_name_resolves_to_the_addresses_of_one_family() -> None:

@@ -1,4 +1,4 @@
-"""A certificate of its own for 127.0.0.1, for as long as a test runs."""
+"""A certificate of its own for 127.0.0.1 or a name, for as long as a test runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 
-def make_certificate(folder: Path) -> tuple[Path, Path]:
+def make_certificate(folder: Path, names: str = "IP:127.0.0.1") -> tuple[Path, Path]:
     """A self-signed certificate and its key."""
     cert, key = folder / "cert.pem", folder / "key.pem"
     subprocess.run(
@@ -19,7 +19,7 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
                 "-subj",
                 "/CN=test",
                 "-addext",
-                "subjectAltName=IP:127.0.0.1",
+                f"subjectAltName={names}",
             ),
             *("-keyout", str(key), "-out", str(cert)),
         ],

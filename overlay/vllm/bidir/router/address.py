@@ -20,12 +20,21 @@ _LABEL = re.compile(rf"[A-Za-z0-9_-]{{1,{_LONGEST_LABEL}}}")
 
 @dataclass(frozen=True)
 class Address:
-    """Host and port. `many`: the host is a name to be resolved, to one node for each address."""
+    """Host and port. `many`: the host is a name to be resolved, to one node for each address.
+
+    `found_by`: the name that it was found by, where the node must prove that it has it (TLS).
+    """
 
     host: str
     port: int
     scheme: str = "http"
     many: bool = False
+    found_by: str | None = None
+
+    @property
+    def server_name(self) -> str:
+        """What a certificate must be for: a name without the last dot, or an IP address."""
+        return (self.found_by or self.host).partition("%")[0].removesuffix(".")
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host

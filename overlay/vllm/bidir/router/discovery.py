@@ -181,4 +181,8 @@ class Discovery:
                 logger.warning("%s cannot be resolved: %s; it is tried again", name, error)
             return
         self._silent.discard(name)
-        self._resolved[name] = tuple(Address(host, name.port, name.scheme) for host in hosts)
+        # Pods have certificates for their service's name, and hardly for addresses that change.
+        by = name.host if name.scheme == "https" else None
+        self._resolved[name] = tuple(
+            Address(host, name.port, name.scheme, found_by=by) for host in hosts
+        )

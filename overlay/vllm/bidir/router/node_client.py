@@ -94,7 +94,7 @@ class NodeClient:
                     made,
                     sock=connected,
                     ssl=self._context() if secure else None,
-                    server_hostname=address.host if secure else None,
+                    server_hostname=address.server_name if secure else None,
                 )
             except BaseException:
                 connected.close()
