@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from vllm.bidir.router import openapi, policies, status_page, trace_options
 from vllm.bidir.router.access import Access
 from vllm.bidir.router.background import Background
+from vllm.bidir.router.certificate import ServerCertificate
 from vllm.bidir.router.checks import HealthChecks
 from vllm.bidir.router.conversations import Bounds, Conversations, conversation_key
 from vllm.bidir.router.discovery import Discovery, NodeList
@@ -61,6 +62,9 @@ class Router:
         self.draining = Draining(options.drain_delay, options.drain_timeout, self.metrics)
         self.keys = Keys(options.security.client_keys, options.engine_api_key)
         self.access = Access(options.security, self.keys)
+        self.certificate: ServerCertificate | None = None
+        if options.security.tls is not None:
+            self.certificate = ServerCertificate(options.security, self.metrics)
         nodes = options.nodes
         self.prefill = Pool(
             "prefill",
@@ -166,6 +170,8 @@ class Router:
             runs = [self.discovery.run, checks.run, heartbeat.run, rotation.run]
             if self._link is not None:
                 runs.append(self._link.run)
+            if self.certificate is not None:
+                runs.append(self.certificate.run)
             background = Background(self._fail)
             background.start(runs)
             yield

@@ -140,7 +140,8 @@ class Metrics:
         )
         self.key_file_errors = Counter(
             "bidir_router_key_file_errors",
-            "Times that a changed file of API keys could not be used; the keys stayed.",
+            "Times that a changed file of API keys, or of the server's certificate, could not be "
+            "used; what there was stayed.",
             registry=self.registry,
         )
         self.conversations = Gauge(

@@ -21,7 +21,7 @@ FORWARD, REPLACE = "forward", "replace"
 class Security:
     """`client_keys` are SHA-256 digests; none: everybody may. `tls`: certificate and its key.
 
-    They are those at the start; `client_key_file` is read again when it changes.
+    They are those at the start; `client_key_file` and `tls` are read again when they change.
     """
 
     client_keys: frozenset[bytes] = field(default=frozenset(), repr=False)
@@ -41,12 +41,12 @@ class Security:
             return bool(self.client_keys) and engine_key is not None
         return self.engine_authorization == REPLACE
 
-    def server_context(self) -> ssl.SSLContext | None:
-        """TLS towards clients, None for plain HTTP. OSError if the files are of no use."""
-        if self.tls is None:
-            return None
+    def server_context(self) -> ssl.SSLContext:
+        """TLS towards clients, where `tls` is given. OSError if the files are of no use."""
+        assert self.tls is not None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        context.load_cert_chain(*self.tls)
+        # A passphrase would be asked for on the terminal, each time that the files are read.
+        context.load_cert_chain(*self.tls, password="")
         return context
 
     def engine_context(self) -> ssl.SSLContext | None:
@@ -100,10 +100,14 @@ def add_arguments(made: argparse.ArgumentParser) -> None:
         "--tls-cert",
         type=Path,
         metavar="PATH",
-        help="serve HTTPS with this certificate chain (PEM); default: HTTP",
+        help="serve HTTPS with this certificate chain (PEM), read again when it changes; "
+        "default: HTTP",
     )
     group.add_argument(
-        "--tls-key", type=Path, metavar="PATH", help="its private key; default: in --tls-cert"
+        "--tls-key",
+        type=Path,
+        metavar="PATH",
+        help="its private key, without a passphrase; default: in --tls-cert",
     )
     group.add_argument(
         "--engine-ca-file",
@@ -150,12 +154,13 @@ def from_args(made: argparse.ArgumentParser, args: argparse.Namespace) -> Securi
         max_stored_responses=args.max_stored_responses,
         side_channels=side_channels,
     )
-    for flag, load in (
-        ("--tls-cert and --tls-key", security.server_context),
-        ("--engine-ca-file", security.engine_context),
+    for flag, given, load in (
+        ("--tls-cert and --tls-key", security.tls, security.server_context),
+        ("--engine-ca-file", security.engine_ca, security.engine_context),
     ):
         try:
-            load()
+            if given is not None:
+                load()
         except OSError as error:
             made.error(f"{flag} cannot be used: {error.strerror or error}")
     return security

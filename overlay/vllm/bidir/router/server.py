@@ -115,7 +115,7 @@ async def serve(router: Router) -> None:
             runner,
             options.host,
             options.port,
-            ssl_context=options.security.server_context(),
+            ssl_context=None if router.certificate is None else router.certificate.context,
             backlog=_BACKLOG,
         )
         await site.start()
