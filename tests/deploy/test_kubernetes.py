@@ -104,6 +104,11 @@ def test_engines_are_told_their_role(name: str, role: str) -> None:
     assert config["kv_connector_extra_config"]["bidirectional_kv_xfer"] is True
 
 
+def test_p_says_what_it_has_computed() -> None:
+    """Else the router cannot tell a hit from a prompt that P has computed all the same."""
+    assert "--enable-prompt-tokens-details" in container("vllm-prefill")["args"]
+
+
 def test_the_router_looks_for_the_services_that_there_are() -> None:
     words = dict(one.removeprefix("--").split("=") for one in container("vllm-router")["args"])
     for role, name in (("prefiller", ENGINES[0]), ("decoder", ENGINES[1])):

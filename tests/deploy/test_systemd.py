@@ -65,3 +65,8 @@ def test_engines_are_told_their_role(name: str, role: str, port: str) -> None:
     flag = {"prefill": "--prefiller", "decode": "--decoder"}[name]
     assert words[words.index(f"{flag}-ports") + 1] == port
     assert words[words.index(f"{flag}-hosts") + 1] == given["VLLM_NIXL_SIDE_CHANNEL_HOST"]
+
+
+def test_p_says_what_it_has_computed() -> None:
+    """Else the router cannot tell a hit from a prompt that P has computed all the same."""
+    assert "--enable-prompt-tokens-details" in environment("prefill")["ENGINE_ARGS"].split()
