@@ -109,6 +109,11 @@ def test_p_says_what_it_has_computed() -> None:
     assert "--enable-prompt-tokens-details" in container("vllm-prefill")["args"]
 
 
+@pytest.mark.parametrize("name", ENGINES)
+def test_spans_of_p_and_d_can_be_told_apart(name: str) -> None:
+    assert {"name": "OTEL_SERVICE_NAME", "value": name} in container(name)["env"]
+
+
 def test_the_router_looks_for_the_services_that_there_are() -> None:
     words = dict(one.removeprefix("--").split("=") for one in container("vllm-router")["args"])
     for role, name in (("prefiller", ENGINES[0]), ("decoder", ENGINES[1])):

@@ -70,3 +70,8 @@ def test_engines_are_told_their_role(name: str, role: str, port: str) -> None:
 def test_p_says_what_it_has_computed() -> None:
     """Else the router cannot tell a hit from a prompt that P has computed all the same."""
     assert "--enable-prompt-tokens-details" in environment("prefill")["ENGINE_ARGS"].split()
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_spans_of_p_and_d_can_be_told_apart(name: str) -> None:
+    assert environment(name)["OTEL_SERVICE_NAME"] == f"vllm-{name}"
