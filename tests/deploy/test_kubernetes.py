@@ -109,6 +109,21 @@ def test_p_says_what_it_has_computed() -> None:
     assert "--enable-prompt-tokens-details" in container("vllm-prefill")["args"]
 
 
+def test_clients_have_keys_of_their_own_where_the_secret_has_them() -> None:
+    """Else all send the engines' key, are one tenant, and may ask engines past the router."""
+    refs = {
+        one["name"]: one["valueFrom"]["secretKeyRef"]
+        for one in container("vllm-router")["env"]
+        if "secretKeyRef" in one.get("valueFrom", {})
+    }
+    clients, engines = refs["VLLM_BIDIR_ROUTER_API_KEY"], refs["VLLM_BIDIR_ENGINE_API_KEY"]
+    assert clients["optional"] and clients["name"] == engines["name"]
+    assert clients["key"] != engines["key"]
+    for name in ENGINES:
+        (key,) = (one for one in container(name)["env"] if one["name"] == "VLLM_API_KEY")
+        assert key["valueFrom"]["secretKeyRef"] == engines
+
+
 @pytest.mark.parametrize("name", ENGINES)
 def test_spans_of_p_and_d_can_be_told_apart(name: str) -> None:
     assert {"name": "OTEL_SERVICE_NAME", "value": name} in container(name)["env"]
