@@ -80,6 +80,17 @@ def test_p_says_what_it_has_computed() -> None:
 
 
 @pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_engines_let_finish_what_is_under_way_before_they_are_killed(name: str) -> None:
+    """Without the option they abort it; what outlasts it hangs until the kill."""
+    text = (FOLDER / f"vllm-bidir-{name}.service").read_text(encoding="utf-8")
+    (flag,) = re.findall(r"^ExecStart=.* --shutdown-timeout (\d+) ", text, re.M)
+    (killed,) = re.findall(r"^TimeoutStopSec=(\d+)$", text, re.M)
+    assert 40 <= int(killed) - 20 <= int(flag) <= int(killed) - 10
+    # The API server ends the others in its own order.
+    assert "\nKillMode=mixed\n" in text
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
 def test_spans_of_p_and_d_can_be_told_apart(name: str) -> None:
     assert environment(name)["OTEL_SERVICE_NAME"] == f"vllm-{name}"
 
