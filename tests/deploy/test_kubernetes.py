@@ -104,6 +104,31 @@ def test_engines_are_told_their_role(name: str, role: str) -> None:
     assert config["kv_connector_extra_config"]["bidirectional_kv_xfer"] is True
 
 
+def test_p_says_what_it_has_computed() -> None:
+    """Else the router cannot tell a hit from a prompt that P has computed all the same."""
+    assert "--enable-prompt-tokens-details" in container("vllm-prefill")["args"]
+
+
+def test_clients_have_keys_of_their_own_where_the_secret_has_them() -> None:
+    """Else all send the engines' key, are one tenant, and may ask engines past the router."""
+    refs = {
+        one["name"]: one["valueFrom"]["secretKeyRef"]
+        for one in container("vllm-router")["env"]
+        if "secretKeyRef" in one.get("valueFrom", {})
+    }
+    clients, engines = refs["VLLM_BIDIR_ROUTER_API_KEY"], refs["VLLM_BIDIR_ENGINE_API_KEY"]
+    assert clients["optional"] and clients["name"] == engines["name"]
+    assert clients["key"] != engines["key"]
+    for name in ENGINES:
+        (key,) = (one for one in container(name)["env"] if one["name"] == "VLLM_API_KEY")
+        assert key["valueFrom"]["secretKeyRef"] == engines
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_spans_of_p_and_d_can_be_told_apart(name: str) -> None:
+    assert {"name": "OTEL_SERVICE_NAME", "value": name} in container(name)["env"]
+
+
 def test_the_router_looks_for_the_services_that_there_are() -> None:
     words = dict(one.removeprefix("--").split("=") for one in container("vllm-router")["args"])
     for role, name in (("prefiller", ENGINES[0]), ("decoder", ENGINES[1])):
@@ -114,8 +139,11 @@ def test_the_router_looks_for_the_services_that_there_are() -> None:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_pod_outlives_its_pre_stop_and_what_is_under_way(name: str) -> None:
+    """What outlasts the engine's time hangs until the kill, so that one follows soon."""
     paused = int(container(name)["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert pod(name)["spec"]["terminationGracePeriodSeconds"] >= paused + 40
+    (flag,) = (one for one in container(name)["args"] if one.startswith("--shutdown-timeout="))
+    left = pod(name)["spec"]["terminationGracePeriodSeconds"] - paused
+    assert 40 <= left - 20 <= int(flag.partition("=")[2]) <= left - 10
 
 
 @pytest.mark.parametrize("name", [*ENGINES, "vllm-router"])

@@ -47,6 +47,12 @@ def test_every_metric_is_on_the_dashboard_and_no_other() -> None:
     assert shown == defined()
 
 
+def test_no_share_counts_tokens_twice() -> None:
+    """Those that were read are among the verified."""
+    page = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    assert "bidir_tokens_total{" in page and "bidir_tokens_total[" not in page
+
+
 def targets(panel: dict[str, Any]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = panel.get("targets", [])
     return found

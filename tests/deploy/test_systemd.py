@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from vllm.bidir.router.options import parser
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy/systemd"
 UNITS = sorted(FOLDER.glob("*.service"))
@@ -25,11 +26,17 @@ def environment(name: str) -> dict[str, str]:
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
 def test_systemd_finds_nothing_to_complain_of(unit: Path, tmp_path: Path) -> None:
+    """Neither as it is nor with all credentials that it offers."""
     (tmp_path / "bin").mkdir()
     for name in ("vllm", "vllm-bidir-router"):
         (tmp_path / "bin" / name).write_text("#!/bin/sh\n")
         (tmp_path / "bin" / name).chmod(0o755)
     text = unit.read_text(encoding="utf-8").replace(BIN, str(tmp_path / "bin"))
+    for variant in {text, text.replace("#LoadCredential", "LoadCredential")}:
+        _verify(unit, variant, tmp_path)
+
+
+def _verify(unit: Path, text: str, tmp_path: Path) -> None:
     copy = tmp_path / unit.name
     copy.write_text(text, encoding="utf-8")
     done = subprocess.run(
@@ -65,3 +72,36 @@ def test_engines_are_told_their_role(name: str, role: str, port: str) -> None:
     flag = {"prefill": "--prefiller", "decode": "--decoder"}[name]
     assert words[words.index(f"{flag}-ports") + 1] == port
     assert words[words.index(f"{flag}-hosts") + 1] == given["VLLM_NIXL_SIDE_CHANNEL_HOST"]
+
+
+def test_p_says_what_it_has_computed() -> None:
+    """Else the router cannot tell a hit from a prompt that P has computed all the same."""
+    assert "--enable-prompt-tokens-details" in environment("prefill")["ENGINE_ARGS"].split()
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_engines_let_finish_what_is_under_way_before_they_are_killed(name: str) -> None:
+    """Without the option they abort it; what outlasts it hangs until the kill."""
+    text = (FOLDER / f"vllm-bidir-{name}.service").read_text(encoding="utf-8")
+    (flag,) = re.findall(r"^ExecStart=.* --shutdown-timeout (\d+) ", text, re.M)
+    (killed,) = re.findall(r"^TimeoutStopSec=(\d+)$", text, re.M)
+    assert 40 <= int(killed) - 20 <= int(flag) <= int(killed) - 10
+    # The API server ends the others in its own order.
+    assert "\nKillMode=mixed\n" in text
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_spans_of_p_and_d_can_be_told_apart(name: str) -> None:
+    assert environment(name)["OTEL_SERVICE_NAME"] == f"vllm-{name}"
+
+
+def test_the_router_can_read_what_only_root_may() -> None:
+    """Its user is made up when it starts; each credential is one that an option can be given."""
+    unit = FOLDER / "vllm-bidir-router.service"
+    text = unit.read_text(encoding="utf-8")
+    assert "DynamicUser=yes" in text
+    offered = re.findall(r"^#LoadCredential=(\S+):/etc/vllm-bidir/\1$", text, re.M)
+    lines = (FOLDER / "router.env").read_text(encoding="utf-8")
+    named = dict(re.findall(rf"^# (--\S+) /run/credentials/{unit.name}/(\S+)$", lines, re.M))
+    assert sorted(offered) == sorted(named.values()) and len(offered) == 4
+    assert set(named) <= set(parser()._option_string_actions)
