@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "overlay/vllm/bidir"
 DASHBOARD = ROOT / "deploy/grafana/vllm-bidir.json"
@@ -40,6 +42,53 @@ def test_there_are_metrics_of_all_three() -> None:
 def test_every_metric_is_explained() -> None:
     page = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
     assert defined() - used(page) == set()
+
+
+def reasons() -> dict[str, str]:
+    """All reasons, by the names that the sources give them."""
+    text = (SOURCES / "reasons.py").read_text(encoding="utf-8")
+    return dict(re.findall(r'^    ([A-Z_]+) = "(\w+)"', text, re.M))
+
+
+def named_in(expression: str, *files: str) -> set[str]:
+    """What an expression finds in modules of the router; of reasons their words."""
+    paths = [path for name in files for path in (SOURCES / "router").glob(name)]
+    texts = [path.read_text(encoding="utf-8") for path in paths]
+    found = {word for text in texts for word in re.findall(expression, text)}
+    return {reasons().get(word, word) for word in found}
+
+
+# By metric and label: the words that it can have, by the code that gives them.
+WORDS: dict[str, set[str]] = {
+    "turns_total{outcome,reason}": {"hit", "budget"}
+    | (named_in(r"Reason\.([A-Z_]+)", "conversations.py", "recall.py", "legs.py"))
+    | named_in(r"found\b.* = Reason\.([A-Z_]+)", "turn.py"),
+    "decode_alone_total{reason}": named_in(r"decode_alone\(Reason\.([A-Z_]+)", "turn.py")
+    | named_in(r"Reason\.(BYPASS_\w+)", "*.py"),
+    "params_asked_total{outcome}": {"found"} | named_in(r"Reason\.([A-Z_]+)", "recall.py"),
+    "lease_releases_total{reason}": named_in(r'(?m)^    [A-Z]+ = "(\w+)"', "leases.py"),
+    "refused_total{role,reason}": named_in(r'\.refused\([^()]+, "(\w+)"\)', "*.py"),
+    "state_failures_total{kind}": named_in(
+        r'(?:complain\(|state_failure\(|kind = |else )"(\w+)"', "redis_link.py", "shared*.py"
+    ),
+    "prompt_tokens_total{kind}": named_in(r'_prompt_tokens\.labels\("(\w+)"', "metrics.py"),
+    "identified_total{by}": named_in(r'(?:return \S+, |else )"(\w+)"', "identity.py")
+    | named_in(r'identified\("(\w+)"', "turn.py"),
+}
+
+
+@pytest.mark.parametrize("metric", WORDS)
+def test_every_word_of_a_label_is_explained_with_its_metric(metric: str) -> None:
+    page = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
+    (row,) = (line for line in page.splitlines() if line.startswith(f"| `bidir_router_{metric}`"))
+    assert len(WORDS[metric]) > 1
+    assert {word for word in WORDS[metric] if f"`{word}`" not in row} == set()
+
+
+def test_every_reason_is_explained_somewhere() -> None:
+    pages = ("operations.md", "router.md", "verified-reuse.md", "failure-modes.md", "leases.md")
+    texts = [(ROOT / "docs" / page).read_text(encoding="utf-8") for page in pages]
+    assert {word for word in reasons().values() if f"`{word}`" not in " ".join(texts)} == set()
 
 
 def test_every_metric_is_on_the_dashboard_and_no_other() -> None:

@@ -235,6 +235,25 @@ async def test_a_fault_of_the_router_is_a_500_in_openais_shape(
     assert status == 500 and json.loads(body)["error"]["type"] == "server_error"
 
 
+async def test_an_error_has_the_request_id_that_its_log_lines_have(
+    setup: Setup, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the client has given none, or none of use."""
+    caplog.set_level("INFO")
+    for engine in (*setup.prefill, *setup.decode):
+        await engine.stop()
+    for given in ({}, {"X-Request-Id": "x" * 999}, {"X-Request-Id": "mine"}):
+        async with setup.client.post(
+            setup.url + "/v1/completions", json=BODY, headers=given
+        ) as response:
+            named = response.headers["X-Request-Id"]
+            assert response.status == 503
+            assert f"[{named}]" in caplog.text
+            assert named != "x" * 999 and given.get("X-Request-Id") in (None, "x" * 999, named)
+    async with setup.client.get(setup.url + "/nowhere") as response:
+        assert response.status == 404 and response.headers["X-Request-Id"]
+
+
 async def test_no_key_prompt_id_or_params_are_ever_logged(
     make_setup: MakeSetup, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -244,7 +263,14 @@ async def test_no_key_prompt_id_or_params_are_ever_logged(
         security=Security(client_keys=frozenset((key_digest("SECRET-key"),))),
         engine_api_key="SECRET-engine-key",
     )
-    headers = {"Authorization": "Bearer SECRET-key", "X-Tenant-ID": "SECRET-tenant"}
+    # Of these only the request's id is meant to be found, and no more of it than names it.
+    request_id = "request-" + "i" * 28 + "SECRET"
+    headers = {
+        "Authorization": "Bearer SECRET-key",
+        "X-Tenant-ID": "SECRET-tenant",
+        "X-Session-ID": "SECRET-session",
+        "X-Request-Id": request_id,
+    }
     text = "SECRET prompt"
 
     async def refuses(request: web.Request, body: dict[str, Any]) -> web.Response:
@@ -279,6 +305,7 @@ async def test_no_key_prompt_id_or_params_are_ever_logged(
     await setup.prefill[0].stop()
     await all_ways()
     assert "cache MISS" in caplog.text and "leg failed" in caplog.text
+    assert f"[{request_id[:36]}]" in caplog.text
     ours = [record for record in caplog.records if not record.name.startswith("asyncio")]
     assert not [record for record in ours if "SECRET" in logging.Formatter().format(record)]
 

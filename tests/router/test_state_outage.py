@@ -293,9 +293,8 @@ def test_params_of_another_turn_or_of_none_are_not_taken() -> None:
     assert read_params(data, lease_id(1)) == params
     for lease in (lease_id(2), None):
         assert read_params(data, lease) is None
-    assert read_params(data + b" " * (1 << 20), lease_id(1)) is None
     assert read_params(None, None) is None
-    for wrong in (b"", b"[]", b"\xff", b"[" * 100_000):
+    for wrong in (b"", b"[]", b"\xff", b"[" * 100_000, data + b" " * (1 << 20)):
         with pytest.raises(NotOursError):
             read_params(wrong, None)
 

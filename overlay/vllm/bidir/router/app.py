@@ -21,7 +21,7 @@ from vllm.bidir.router.conversations import Bounds, Conversations, conversation_
 from vllm.bidir.router.discovery import Discovery, NodeList
 from vllm.bidir.router.draining import Draining
 from vllm.bidir.router.errors import ClientError
-from vllm.bidir.router.headers import REQUEST_ID, request_id
+from vllm.bidir.router.headers import LOGGED, NAMED, REQUEST_ID, request_id
 from vllm.bidir.router.heartbeat import Heartbeat
 from vllm.bidir.router.identity import Identities
 from vllm.bidir.router.key_rotation import KeyRotation
@@ -284,7 +284,12 @@ class Router:
 
 @web.middleware
 async def openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every refusal of the router itself has the error shape of its API, else OpenAI's."""
+    """Every refusal of the router itself has the error shape of its API, else OpenAI's.
+
+    And the request's id, the one that its log lines begin with, also where it has been made here.
+    """
+    named = request_id(request.headers)
+    NAMED.set(named)
     try:
         return await handler(request)
     except ClientError as refusal:
@@ -306,11 +311,10 @@ async def openai_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except Exception:
         if request.writer.output_size > 0:
             raise  # the server cuts the connection: nothing else can be said any more
-        logger.exception("a fault of the router")
+        logger.exception("[%s] a fault of the router", named[:LOGGED])
         error = ClientError(500, "The router has failed; its log says why.")
     response = error.response(request.path)
-    if REQUEST_ID in request.headers:
-        response.headers[REQUEST_ID] = request_id(request.headers)
+    response.headers[REQUEST_ID] = named
     return response
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import msgspec
 from vllm.bidir.router.conversations import DIGEST_BYTES, Key, conversation_key
 from vllm.bidir.router.errors import ClientError
+from vllm.bidir.router.parts import TooManyError, split_array
 from vllm.bidir.router.recent import Recent
 from vllm.bidir.router.request import MAX_ID, TurnRequest
 
@@ -36,17 +37,19 @@ CONVERSATION_HEADERS = (
 )
 # Lines of one named conversation beside its first.
 _MOST_FORKS = 8
-_MESSAGES = msgspec.json.Decoder(list[msgspec.Raw])
+# Of a message on average: what is shorter than its own role is none, and each takes a digest.
+_LEAST_BYTES = 16
 
 # Anthropic's clients mark the last messages as worth caching, others in each turn, and turn a
 # text into a list of one block to do so.
 _MARK = b'"cache_control"'
-_CACHE_CONTROL = re.compile(rb',\s*"cache_control"\s*:\s*(?:\{[^{}]*\}|null)')
+_MARKED = re.compile(rb"\s*:\s*(?:\{[^{}]*\}|null)")
+# In one message: clients set four in a whole request. And of white space before one.
+_MOST_MARKS = 64
+_MOST_SPACE = 64
 _CONTENT = b'"content"'
-_ONE_TEXT = re.compile(
-    rb'(\s*:\s*)\[\s*\{\s*"type"\s*:\s*"text"\s*,'
-    rb'\s*"text"\s*:\s*("[^"\\]*(?:\\.[^"\\]*)*")\s*\}\s*\]'
-)
+_ONE_TEXT = re.compile(rb'(\s*:\s*)\[\s*\{\s*"type"\s*:\s*"text"\s*,\s*"text"\s*:\s*(?=")')
+_ENDS = re.compile(rb"\s*\}\s*\]")
 
 
 class Line(msgspec.Struct, eq=False, gc=False):
@@ -257,25 +260,64 @@ def _named(request: TurnRequest, headers: Mapping[str, str]) -> tuple[str | None
 
 
 def _messages(raw: bytes | None) -> Sequence[msgspec.Raw | bytes]:
-    """The messages of a history, undecoded; none if it is no list, which the engine will judge."""
+    """The messages of a history, undecoded; none if it is no list, which the engine will judge.
+
+    None either of more, or shorter ones, than a history has: they would be looked at one by one.
+    """
     if raw is None:
         return ()
     try:
-        messages = _MESSAGES.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        messages = split_array(raw)
+    except (TooManyError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ()
+    if len(messages) * _LEAST_BYTES > len(raw):
         return ()
     return [_plain(bytes(one)) for one in messages] if _MARK in raw else messages
 
 
+class _Text(msgspec.Struct, forbid_unknown_fields=True):
+    type: str
+    text: msgspec.Raw
+
+
+class _OneText(msgspec.Struct):
+    content: tuple[_Text]
+
+
+_ONE_TEXT_MESSAGE = msgspec.json.Decoder(_OneText)
+
+
 def _plain(message: bytes) -> bytes:
     """A message without marks, and its only text as a string."""
-    if _MARK in message:
-        message = _CACHE_CONTROL.sub(b"", message)
+    message = _unmarked(message)
     at = message.find(_CONTENT) + len(_CONTENT)
     found = _ONE_TEXT.match(message, at)
     if found is None:
         return message
-    return message[:at] + found[1] + found[2] + message[found.end() :]
+    try:
+        text = bytes(_ONE_TEXT_MESSAGE.decode(message).content[0].text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return message
+    end = _ENDS.match(message, found.end() + len(text))
+    if end is None or not message.startswith(text, found.end()):
+        return message
+    return message[:at] + found[1] + text + message[end.end() :]
+
+
+def _unmarked(message: bytes) -> bytes:
+    kept = []
+    start = at = 0
+    for _ in range(_MOST_MARKS):
+        at = message.find(_MARK, at)
+        if at < 0:
+            break
+        comma = message.rfind(b",", max(start, at - _MOST_SPACE), at)
+        marked = _MARKED.match(message, at + len(_MARK))
+        at += len(_MARK)
+        if comma >= 0 and marked is not None and not message[comma + 1 : at - len(_MARK)].strip():
+            kept.append(message[start:comma])
+            start = at = marked.end()
+    return b"".join((*kept, message[start:])) if kept else message
 
 
 def _digests(

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
-import msgspec
 from vllm.bidir.reasons import Reason
 from vllm.bidir.router.access import bearer
 from vllm.bidir.router.in_time import in_time
@@ -15,13 +13,12 @@ from vllm.bidir.router.keys import Keys
 from vllm.bidir.router.legs import Legs, Unreachable, holds_blocks
 from vllm.bidir.router.metrics import Metrics
 from vllm.bidir.router.nodes import Node
+from vllm.bidir.router.parts import decode_params
 from vllm.bidir.router.record import KeptTurn
 from vllm.bidir.router.side_channels import SideChannels
 
 # D answers between two steps. Longer than this, and computing may well be sooner.
 _LIMIT_S = 1.0
-
-_PARAMS = msgspec.json.Decoder(dict[str, Any])
 
 
 class Recall:
@@ -60,10 +57,12 @@ class Recall:
                 return Reason.EXPIRED
             if answer.status != 200:
                 return Reason.PEER_GONE
-            params = _PARAMS.decode(answer.body)
         except asyncio.TimeoutError:
             return Reason.TIMEOUT
-        except (*Unreachable, ValueError, RecursionError):
+        except Unreachable:
+            return Reason.PEER_GONE
+        params = decode_params(answer.body)
+        if params is None:
             return Reason.PEER_GONE
         # What is said here is as untrusted as what a turn's answer says.
         admitted = self._side_channels.admit(params, node.name, node.address.host)

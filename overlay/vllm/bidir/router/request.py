@@ -7,14 +7,16 @@ scanned once and never rebuilt.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from vllm.bidir.reasons import Reason
 from vllm.bidir.router.client_params import refuse_params
 from vllm.bidir.router.errors import ClientError
+from vllm.bidir.router.parts import MOST_FIELDS, Fields, TooManyError, split_object
 
 END_HEADER = "X-Conversation-End"
 PARAMS = "kv_transfer_params"
@@ -53,9 +55,15 @@ APIS = {
     "/v1/messages": Api("messages", {"max_tokens": 1}),
 }
 
-Fields = dict[str, msgspec.Raw]
-_FIELDS = msgspec.json.Decoder(Fields)
 _ENCODER = msgspec.json.Encoder()
+# What is expected only: anything else may be megabytes of it.
+_TEXT = msgspec.json.Decoder(str | None)
+_FLAG = msgspec.json.Decoder(bool | None)
+# What engines take for one that is not set, as far as it matters: in doubt D serves it alone.
+_OFF = (b"null", b"false", b"0")
+_LIST_OF_PROMPTS = re.compile(rb'\[\s*["\[]')
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -103,9 +111,11 @@ class TurnRequest:
 def parse_fields(body: bytes) -> Fields:
     """Top-level fields of a JSON object, undecoded; ClientError 400 for anything else."""
     try:
-        return _FIELDS.decode(body)
+        return split_object(body)
     except msgspec.ValidationError as error:
         raise ClientError(400, "The body must be a JSON object.") from error
+    except TooManyError as error:
+        raise ClientError(400, f"The body has more than {MOST_FIELDS} fields.") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ClientError(400, f"The body is not valid JSON: {error}") from error
 
@@ -116,13 +126,11 @@ def parse_request(path: str, body: bytes) -> TurnRequest:
     `conversation_id` is not forwarded. Raises ClientError 400 naming the field.
     """
     fields = parse_fields(body)
-    model = _value(fields, "model")
+    model = _value(fields, "model", _TEXT, "a string")
     # Of Responses it is optional.
-    if not isinstance(model, str) and (model is not None or path != "/v1/responses"):
+    if model is None and path != "/v1/responses":
         raise ClientError(400, "`model` must be a string.", "model")
-    stream = _value(fields, "stream")
-    if stream is not None and not isinstance(stream, bool):
-        raise ClientError(400, "`stream` must be true or false.", "stream")
+    stream = _value(fields, "stream", _FLAG, "true or false")
     refuse_params(body)
     fields.pop(PARAMS, None)
     conversation = _conversation(fields)
@@ -149,9 +157,13 @@ def ends_conversation(header: str | None) -> bool:
 
 def bypass_reason(fields: Fields) -> Reason | None:
     """Why P and D together would not answer this right, so that D serves it alone."""
-    if _value(fields, "n") not in (None, 1) or _value(fields, "use_beam_search"):
+    if not _is_one_of(fields.get("n"), b"null", b"1"):
         return Reason.BYPASS_N
-    if _value(fields, "prompt_logprobs") is not None or _value(fields, "echo"):
+    if not _is_one_of(fields.get("use_beam_search"), *_OFF):
+        return Reason.BYPASS_N
+    if not _is_one_of(fields.get("prompt_logprobs"), b"null"):
+        return Reason.BYPASS_LOGPROBS
+    if not _is_one_of(fields.get("echo"), *_OFF):
         return Reason.BYPASS_LOGPROBS
     prompt = fields.get("prompt")
     if prompt is not None and _is_list_of_prompts(prompt):
@@ -161,26 +173,42 @@ def bypass_reason(fields: Fields) -> Reason | None:
 
 def _is_list_of_prompts(prompt: msgspec.Raw) -> bool:
     """A list of strings or of token id lists, as opposed to one string or one token id list."""
-    text = bytes(prompt)
-    return text[:1] == b"[" and text[1:].lstrip()[:1] in (b"[", b'"')
+    return _LIST_OF_PROMPTS.match(memoryview(prompt)) is not None
+
+
+def _is_one_of(raw: msgspec.Raw | None, *words: bytes) -> bool:
+    """Whether a field is left out or stands there as one of these words."""
+    return raw is None or memoryview(raw) in words
 
 
 def _conversation(fields: Fields) -> str | None:
     """Our own field, else `session_id`, which vLLM has as well, if it is of use."""
-    value = _value(fields, "conversation_id")
+    wanted = f"a string of 1 to {MAX_ID} characters"
+    value = _value(fields, "conversation_id", _TEXT, wanted)
     fields.pop("conversation_id", None)
     if value is None:
-        session = _value(fields, "session_id")
-        return session if isinstance(session, str) and 0 < len(session) <= MAX_ID else None
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_ID:
-        message = f"`conversation_id` must be a string of 1 to {MAX_ID} characters."
-        raise ClientError(400, message, "conversation_id")
+        return _session(fields)
+    if not 0 < len(value) <= MAX_ID:
+        raise ClientError(400, f"`conversation_id` must be {wanted}.", "conversation_id")
     return value
 
 
-def _value(fields: Fields, key: str) -> Any:
+def _session(fields: Fields) -> str | None:
+    try:
+        session = _value(fields, "session_id", _TEXT, "a string")
+    except ClientError:
+        return None  # the engine's to judge
+    return session if session is not None and 0 < len(session) <= MAX_ID else None
+
+
+def _value(
+    fields: Fields, key: str, decoder: msgspec.json.Decoder[Value | None], wanted: str
+) -> Value | None:
+    """A field's value, None if it has none; ClientError 400 for anything but what is wanted."""
     raw = fields.get(key)
     try:
-        return None if raw is None else msgspec.json.decode(raw)
+        return None if raw is None else decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        raise ClientError(400, f"`{key}` must be {wanted}.", key) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ClientError(400, f"`{key}` is not valid JSON: {error}", key) from error

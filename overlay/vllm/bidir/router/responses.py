@@ -23,6 +23,8 @@ PATH = "/v1/responses"
 PREVIOUS = "previous_response_id"
 # Of an entry's two keys, its places and its objects.
 _ENTRY_BYTES = 400
+# One behind the other: no conversation has as many, and each request would walk them all.
+_MOST_BEHIND = 10_000
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ class Responses:
         """A response and those before it as far as they are kept; the one that is missing."""
         line: dict[Key, None] = {}
         at: Key | None = key
-        while at is not None and at not in line:
+        while at is not None and at not in line and len(line) < _MOST_BEHIND:
             kept = self._kept.get(at)
             if kept is None:
                 return list(line), at
@@ -155,11 +157,11 @@ class Responses:
     def _chain(self, key: Key | None) -> list[bytes] | None:
         """The items of a response and all before it, the first first; None if one is missing."""
         chain: list[bytes] = []
-        seen = set()
+        seen: set[Key] = set()
         while key is not None:
             kept = self._kept.get(key)
             # A client can name its responses (`request_id`), and bite its own tail.
-            if kept is None or key in seen:
+            if kept is None or key in seen or len(seen) == _MOST_BEHIND:
                 return None
             seen.add(key)
             # From the last to the first: those that others build on are the last to go.

@@ -9,13 +9,12 @@ import msgspec
 from msgspec import Meta
 from vllm.bidir.reasons import Reason
 from vllm.bidir.router.conversations import DIGEST_BYTES, Key
+from vllm.bidir.router.parts import decode_params
 from vllm.bidir.router.record import KeptTurn, is_lease_id
 
 # A change of what is written changes this, so that routers of two releases do not meet.
 VERSION = "1"
 MOST_ANCESTORS = 256
-# Block ids of 128,000 tokens take 50 kB.
-_MOST_PARAMS = 1 << 20
 _DAY_S = 86_400.0
 
 Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
@@ -55,8 +54,7 @@ class WireResponse(msgspec.Struct, frozen=True, array_like=True):
 
 _TURN = msgspec.msgpack.Decoder(WireTurn)
 _RESPONSE = msgspec.msgpack.Decoder(WireResponse)
-_PARAMS = msgspec.json.Decoder(dict[str, Any])
-_ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
+_WHOLE = msgspec.json.Decoder(msgspec.Raw)
 _ENCODE = msgspec.msgpack.Encoder().encode
 
 Wire = TypeVar("Wire", WireTurn, WireResponse)
@@ -82,7 +80,7 @@ def read_response(data: Any) -> WireResponse | None:
         return None
     found = _decoded(_RESPONSE, data)
     try:
-        _ITEMS.decode(b"[" + found.items + b"]")
+        _WHOLE.decode(b"[" + found.items + b"]")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise NotOursError from error
     return found
@@ -90,12 +88,11 @@ def read_response(data: Any) -> WireResponse | None:
 
 def read_params(data: Any, lease_id: str | None) -> dict[str, Any] | None:
     """D's params of the turn with this lease; None if there are none, or of another turn."""
-    if not isinstance(data, bytes) or len(data) > _MOST_PARAMS:
+    if not isinstance(data, bytes):
         return None
-    try:
-        params = _PARAMS.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise NotOursError from error
+    params = decode_params(data)
+    if params is None:
+        raise NotOursError
     return params if params.get("lease_id") == lease_id else None
 
 

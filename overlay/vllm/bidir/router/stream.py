@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 from vllm.bidir.router.errors import error_body
+from vllm.bidir.router.parts import TooManyError, decode_params, split_object
 from vllm.bidir.router.request import PARAMS
 
 # As a key, the word is followed by a plain quote; inside a JSON string both quotes are escaped,
@@ -31,7 +32,9 @@ class StreamFilter:
 
     def __init__(self) -> None:
         self.params: dict[str, Any] | None = None
-        self._rest = b""
+        # Of a line that has not ended yet.
+        self._rest: list[bytes] = []
+        self._rest_bytes = 0
 
     def has_found(self) -> bool:
         """Whether there is something that has not been taken away yet."""
@@ -46,18 +49,23 @@ class StreamFilter:
 
     def feed(self, piece: bytes) -> bytes:
         """Bytes that may go out now; ValueError if a line never ends."""
-        data = self._rest + piece if self._rest else piece
-        end = data.rfind(b"\n") + 1
-        self._rest = data[end:]
-        if len(self._rest) > _MAX_LINE:
+        end = piece.rfind(b"\n") + 1
+        lines = b"".join((*self._take_rest(), piece[:end])) if end else b""
+        if end < len(piece):
+            self._rest.append(piece[end:])
+            self._rest_bytes += len(piece) - end
+        if self._rest_bytes > _MAX_LINE:
             raise ValueError(f"a line of D's stream exceeds {_MAX_LINE} bytes")
-        lines = data[:end]
         return self._strip(lines) if self._concerns(lines) else lines
 
     def finish(self) -> bytes:
         """What is left when D's stream has ended."""
-        rest, self._rest = self._rest, b""
+        rest = b"".join(self._take_rest())
         return self._strip(rest) if self._concerns(rest) else rest
+
+    def _take_rest(self) -> list[bytes]:
+        rest, self._rest, self._rest_bytes = self._rest, [], 0
+        return rest
 
     def _concerns(self, data: bytes) -> bool:
         """Whether any line of these must be looked into."""
@@ -142,8 +150,8 @@ def take_params(payload: bytes) -> tuple[bytes, dict[str, Any] | None]:
     it is.
     """
     try:
-        fields = msgspec.json.decode(payload, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError):
+        fields = split_object(payload)
+    except (TooManyError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return payload, None
     inner = fields.get("response")
     if PARAMS not in fields and inner is not None and _NEEDLE in bytes(inner):
@@ -153,12 +161,8 @@ def take_params(payload: bytes) -> tuple[bytes, dict[str, Any] | None]:
     raw = fields.pop(PARAMS, None)
     if raw is None:
         return payload, None
-    try:
-        params = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, RecursionError):
-        # Such as a number beyond all numbers: the answer is right without them.
-        params = None
-    return _ENCODER.encode(fields), params if isinstance(params, dict) else None
+    # The answer is right without them, such as where a number is beyond all numbers.
+    return _ENCODER.encode(fields), decode_params(raw)
 
 
 def _split(lines: bytes) -> list[bytes]:

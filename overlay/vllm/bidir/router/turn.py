@@ -19,7 +19,7 @@ from vllm.bidir.router.client_stream import ClientGoneError, ClientStream
 from vllm.bidir.router.conversations import Conversations, Key
 from vllm.bidir.router.draining import ANSWER_BEGUN
 from vllm.bidir.router.errors import ClientError, error_event
-from vllm.bidir.router.headers import REQUEST_ID, request_id, to_client, to_engine
+from vllm.bidir.router.headers import LOGGED, NAMED, REQUEST_ID, to_client, to_engine
 from vllm.bidir.router.identity import Identities, Place, trace
 from vllm.bidir.router.leases import Ended
 from vllm.bidir.router.legs import (
@@ -84,9 +84,9 @@ class Turn:
         return None if self.place is None else self.place.key
 
     def __str__(self) -> str:
-        # Ids of clients are never logged in full; a digest is enough to follow one.
+        # The request's id is meant to be found; of a conversation's a digest is enough.
         conversation = "-" if self.key is None else self.key.hex()[:8]
-        return f"[{self.request_id[:36]}] conv={conversation}"
+        return f"[{self.request_id[:LOGGED]}] conv={conversation}"
 
 
 class Turns:
@@ -148,7 +148,7 @@ class Turns:
 
     async def _identify(self, http: web.Request, request: TurnRequest, progress: Progress) -> Turn:
         last = ends_conversation(http.headers.get(END_HEADER))
-        named = request_id(http.headers)
+        named = NAMED.get()
         headers = to_engine(http.headers, self._access.authorization(http.headers))
         headers |= {REQUEST_ID: named, "Content-Type": "application/json"}
         tenant = self._access.tenant(http.headers)

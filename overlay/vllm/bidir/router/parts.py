@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Others' JSON, one level deep: its fields or items stay bytes, and there is an end to them.
+
+A megabyte can hold a million of them, each an object of fifty bytes and more. What is longer than a
+few pages is therefore read by decoders that stop at the first one too many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+# An API has some hundred fields, and a long conversation of an agent some thousand messages.
+MOST_FIELDS = 1_000
+MOST_ITEMS = 10_000
+# kv_transfer_params: block ids of 128,000 tokens take 50 kB, in a list for each group of layers.
+_MOST_PARAMS = 1 << 20
+_MOST_LISTS = 10_000
+# Below, even the most parts take no longer than the rest of a request does.
+_SHORT = 16 << 10
+
+Fields = dict[str, msgspec.Raw]
+
+
+class TooManyError(Exception):
+    """There are more parts than are looked at."""
+
+
+class _Name(str):
+    """A field's name, which goes through the decoder's hook."""
+
+
+# A list would be made as long as it is, and measured then.
+_Items = msgspec.defstruct(
+    "_Items",
+    [(f"item{number}", msgspec.Raw, msgspec.UNSET) for number in range(MOST_ITEMS)],
+    array_like=True,
+    forbid_unknown_fields=True,
+)
+_FIELDS = msgspec.json.Decoder(Fields)
+_LIST = msgspec.json.Decoder(list[msgspec.Raw])
+_ITEMS = msgspec.json.Decoder(_Items)
+_PARAMS = msgspec.json.Decoder(dict[str, Any])
+
+
+def split_object(text: bytes | msgspec.Raw) -> Fields:
+    """An object's fields. TooManyError above MOST_FIELDS, msgspec's errors for anything else."""
+    if len(memoryview(text)) > _SHORT:
+        return _split_long_object(text)
+    fields = _FIELDS.decode(text)
+    if len(fields) > MOST_FIELDS:
+        raise TooManyError
+    return fields
+
+
+def split_array(text: bytes | msgspec.Raw) -> list[msgspec.Raw]:
+    """A list's items. TooManyError above MOST_ITEMS, msgspec's errors for anything else."""
+    if len(memoryview(text)) <= _SHORT:
+        return _LIST.decode(text)
+    try:
+        whole = _ITEMS.decode(text)
+    except msgspec.ValidationError as error:
+        if bytes(text).lstrip()[:1] != b"[":
+            raise
+        raise TooManyError from error
+    items = msgspec.structs.astuple(whole)
+    return list(items[: items.index(msgspec.UNSET)] if items[-1] is msgspec.UNSET else items)
+
+
+def decode_params(text: bytes | msgspec.Raw) -> dict[str, Any] | None:
+    """A node's kv_transfer_params; None for what is none, or no such could be that long."""
+    size = len(memoryview(text))
+    if size > _MOST_PARAMS:
+        return None
+    if size > _SHORT:
+        whole = bytes(text)
+        if whole.count(b"[") + whole.count(b"{") > _MOST_LISTS:
+            return None
+    try:
+        return _PARAMS.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _split_long_object(text: bytes | msgspec.Raw) -> Fields:
+    left = MOST_FIELDS
+
+    def count(kind: type, name: str) -> _Name:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise TooManyError
+        return _Name(name)
+
+    decoder = msgspec.json.Decoder(dict[_Name, msgspec.Raw], dec_hook=count)
+    fields: Mapping[_Name, msgspec.Raw] = decoder.decode(text)
+    return {str(name): value for name, value in fields.items()}
