@@ -10,7 +10,7 @@ from vllm.bidir.router.access import Access
 from vllm.bidir.router.body import read_body
 from vllm.bidir.router.client_params import refuse_params
 from vllm.bidir.router.errors import ClientError
-from vllm.bidir.router.headers import REQUEST_ID, request_id, to_engine
+from vllm.bidir.router.headers import NAMED, REQUEST_ID, to_engine
 from vllm.bidir.router.in_time import in_time
 from vllm.bidir.router.legs import Legs, Unreachable
 from vllm.bidir.router.nodes import Node
@@ -37,7 +37,7 @@ class SideCalls:
         """The first answer as it is; ClientError 503 if there is none."""
         body = await read_body(http) if http.method == "POST" else b""
         refuse_params(body)
-        named = request_id(http.headers)
+        named = NAMED.get()
         headers = to_engine(http.headers, self._access.authorization(http.headers))
         headers |= {REQUEST_ID: named, "Content-Type": "application/json"}
         for node in self._nodes():
