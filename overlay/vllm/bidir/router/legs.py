@@ -14,8 +14,8 @@ from vllm.bidir.reasons import Reason
 from vllm.bidir.router.headers import to_client
 from vllm.bidir.router.in_time import in_time
 from vllm.bidir.router.node_client import NodeClient
-from vllm.bidir.router.node_connection import Reply
 from vllm.bidir.router.nodes import Node
+from vllm.bidir.router.reply import Reply
 from vllm.bidir.router.request import TurnRequest
 from vllm.bidir.router.reuse import prompt_tokens
 from vllm.bidir.router.stream import take_params

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import aiohappyeyeballs
 from vllm.bidir.router.address import Address
 from vllm.bidir.router.names import Names
-from vllm.bidir.router.node_connection import NodeConnection, Reply
+from vllm.bidir.router.node_connection import NodeConnection
+from vllm.bidir.router.reply import Reply
 from vllm.bidir.router.sockets import node_socket
 
 # Below uvicorn's keep-alive in vLLM (5 s), so that we never write to a connection that the node

@@ -33,7 +33,6 @@ from vllm.bidir.router.legs import (
     why_nothing,
 )
 from vllm.bidir.router.metrics import Metrics
-from vllm.bidir.router.node_connection import AnswerError, Reply
 from vllm.bidir.router.nodes import Node
 from vllm.bidir.router.pass_through import PassThrough
 from vllm.bidir.router.policies import Ask
@@ -41,6 +40,7 @@ from vllm.bidir.router.pool import Pool
 from vllm.bidir.router.progress import Progress
 from vllm.bidir.router.recall import Recall
 from vllm.bidir.router.record import KeptTurn
+from vllm.bidir.router.reply import AnswerError, Reply
 from vllm.bidir.router.request import (
     END_HEADER,
     TurnRequest,
