@@ -11,6 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from vllm.bidir.router import while_up
+from vllm.bidir.router.reply import Reply
 from vllm.bidir.router.sockets import node_socket
 
 from tests.router.conftest import BODY, MakeSetup, Setup, until
@@ -266,6 +268,31 @@ async def test_a_node_that_goes_down_keeps_the_streams_that_it_still_serves(
     assert await asking == (200, event("1") + event("2"))
 
 
+async def test_a_stream_of_a_node_that_has_stopped_ends_with_an_error(
+    make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel answers for it: nothing else would ever tell."""
+    monkeypatch.setattr(while_up, "SILENT_S", 0.05)
+    setup = await make_setup(health_interval=0.05)
+    engine, node = setup.decode[0], setup.router.decode.nodes[0]
+
+    async def stops(request: web.Request, body: dict[str, Any]) -> None:
+        response = await begin(request)
+        await response.write(event("1"))
+        engine.health = 503
+        await asyncio.sleep(60)
+
+    engine.script = stops
+    await until(lambda: node.health.up is True)
+    status, body = await setup.ask(stream=True)
+    assert status == 200 and body.startswith(event("1"))
+    error = json.loads(body.removeprefix(event("1")).removeprefix(b"data: "))
+    assert error["error"]["code"] == 502
+    await asyncio.wait_for(engine.gone.wait(), 1)
+    labels = {"leg": "decode", "kind": "NodeDownError"}
+    assert setup.metric("bidir_router_leg_failures_total", **labels) == 1
+
+
 async def test_a_refusal_of_d_reaches_the_client_as_it_is_and_is_not_tried_again(
     make_setup: MakeSetup,
 ) -> None:
@@ -336,7 +363,37 @@ async def test_the_engine_sees_within_100_ms_that_the_client_has_gone(
     assert time.monotonic() - begun < GONE_WITHIN_S
     nodes = (*setup.router.prefill.nodes, *setup.router.decode.nodes)
     await until(lambda: all(node.in_flight == node.tokens == 0 for node in nodes))
-    assert all(not node.awaited for node in nodes)
+    await until(lambda: all(not node.awaited for node in nodes))
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+async def test_a_client_that_goes_in_the_moment_of_the_answer_ends_it(
+    nth: int, setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its head, or of its first bytes."""
+    engine = setup.decode[0]
+
+    async def slow(request: web.Request, body: dict[str, Any]) -> None:
+        woken.clear()
+        response = await begin(request)
+        await asyncio.sleep(0.01)
+        await response.write(event("1"))
+        await asyncio.sleep(60)
+
+    woken, wake = [], Reply.wake
+
+    def goes(self: Reply) -> None:
+        wake(self)
+        woken.append(self)
+        if engine.asked and len(woken) == nth:
+            (turn,) = setup.router.draining._under_way
+            turn.cancel()
+
+    monkeypatch.setattr(Reply, "wake", goes)
+    engine.script = slow
+    with pytest.raises(aiohttp.ClientError):
+        await setup.ask(stream=True)
+    await asyncio.wait_for(engine.gone.wait(), 1)
 
 
 async def test_a_client_that_goes_while_it_does_not_read_ends_the_work_too(setup: Setup) -> None:

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import cast
 
 import httptools
+from vllm.bidir.router.nodes import Node
 from vllm.bidir.router.reply import AnswerError, Reply
+from vllm.bidir.router.while_up import NodeDownError, is_down
 
 # Of an answer's head, and of anything else that is no body.
 _MAX_HEAD = 64 << 10
@@ -42,11 +44,17 @@ class NodeConnection(asyncio.Protocol):
     def usable(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    async def ask(self, head: bytes, body: bytes) -> Reply:
-        """Send a request and wait for the head of its answer; AnswerError, OSError."""
+    async def ask(self, head: bytes, body: bytes, node: Node | None = None) -> Reply:
+        """Send a request and wait for the head of its answer; AnswerError, OSError.
+
+        NodeDownError when `node` goes down meanwhile, or has gone down.
+        """
         if self._transport is None:
             raise AnswerError("the connection has been closed")
-        reply = self._reply = Reply(self)
+        if node is not None and is_down(node):
+            self.abort()
+            raise NodeDownError
+        reply = self._reply = Reply(self, node)
         self._complete = False
         self._transport.write(head)
         if body:
@@ -62,6 +70,12 @@ class NodeConnection(asyncio.Protocol):
         """Close at once; the node sees its client go."""
         if self._transport is not None:
             self._transport.abort()
+
+    def break_off(self, fault: Exception) -> None:
+        """End the answer with an error, and close."""
+        self._parser = None
+        self._end(fault)
+        self.abort()
 
     def pause(self) -> None:
         if self._reading and self.usable:
@@ -100,7 +114,7 @@ class NodeConnection(asyncio.Protocol):
         if self._complete:
             self._finish(fault)
         elif fault is not None:
-            self._break(fault)
+            self.break_off(fault)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
@@ -158,11 +172,6 @@ class NodeConnection(asyncio.Protocol):
             self._idle(self)
         else:
             self.abort()
-
-    def _break(self, fault: Exception) -> None:
-        self._parser = None
-        self._end(fault)
-        self.abort()
 
     def _end(self, fault: Exception | None) -> None:
         reply, self._reply = self._reply, None

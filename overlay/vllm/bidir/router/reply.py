@@ -13,6 +13,8 @@ from collections.abc import Callable
 from typing import Literal, Protocol
 
 from multidict import CIMultiDict
+from vllm.bidir.router.nodes import Node
+from vllm.bidir.router.while_up import WhileUp
 
 # What waits for a taker before the node is not read any more.
 _MAX_HELD = 64 << 10
@@ -39,15 +41,20 @@ class Source(Protocol):
     def abort(self) -> None:
         """Close at once; the node sees its client go."""
 
+    def break_off(self, fault: Exception) -> None:
+        """End the answer with an error, and close."""
+
 
 class Reply:
     """A node's answer under way. Whoever has asked closes it; at its end it is closed already.
 
-    `headers` are those of its head, `content_type` without parameters.
+    `headers` are those of its head, `content_type` without parameters. It fails with NodeDownError
+    when `node` goes down, if that is said.
     """
 
-    def __init__(self, connection: Source) -> None:
+    def __init__(self, connection: Source, node: Node | None) -> None:
         self.status = 0
+        self.heard = 0
         self.headers: CIMultiDict[str] = CIMultiDict()
         self._connection: Source | None = connection
         self._fault: Exception | None = None
@@ -58,6 +65,7 @@ class Reply:
         self._take: Take | None = None
         # What `_take` said last when it was not True.
         self._refusal: Exception | Literal[False] | None = None
+        self._while_up = None if node is None else WhileUp(node, self)
 
     @property
     def content_type(self) -> str:
@@ -100,8 +108,24 @@ class Reply:
 
     def close(self) -> None:
         """Before its end this ends the request on the node as well."""
+        self._watch_no_more()
         if self._connection is not None:
             self._connection.abort()
+
+    def be_patient(self) -> None:
+        """Let it go on after its node has gone down, for as long as some of it comes."""
+        if self._while_up is not None:
+            self._while_up.patient = True
+
+    @property
+    def waits(self) -> bool:
+        """Whether somebody waits for more of it."""
+        return self._waiter is not None
+
+    def fail(self, fault: Exception) -> None:
+        """End it with an error for whoever waits, and on the node."""
+        if self._connection is not None:
+            self._connection.break_off(fault)
 
     async def begun(self) -> None:
         """Its head is there."""
@@ -110,6 +134,7 @@ class Reply:
 
     def receive(self, body: bytes) -> None:
         """The connection has read a piece of the body."""
+        self.heard += 1
         if self._take is None:
             self._held.append(body)
             self._size += len(body)
@@ -130,11 +155,17 @@ class Reply:
         """Nothing more will come."""
         self._connection = None
         self._fault = fault
+        self._watch_no_more()
         self.wake()
 
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def _watch_no_more(self) -> None:
+        watch, self._while_up = self._while_up, None
+        if watch is not None:
+            watch.end()
 
     def _more_to_come(self) -> bool:
         if self._fault is not None:
@@ -144,6 +175,7 @@ class Reply:
     async def _wait(self) -> None:
         assert self._connection is not None  # more is to come
         self._connection.resume()
+        self.heard += 1
         self._waiter = self._connection.loop.create_future()
         try:
             await self._waiter

@@ -53,7 +53,6 @@ from vllm.bidir.router.seat import Seat
 from vllm.bidir.router.side_channels import SideChannels
 from vllm.bidir.router.state import State
 from vllm.bidir.router.stream import StreamFilter, first_error, only_opens, take_params
-from vllm.bidir.router.while_up import while_up
 
 logger = logging.getLogger("vllm_bidir_router")
 
@@ -232,8 +231,7 @@ class Turns:
         """What a node answered, or None when it could not be reached."""
         headers = turn.progress.leg_begins("prefill", node, turn.request.path, turn.headers)
         try:
-            leg = self._legs.prefill(node, turn.request, params, headers)
-            done = await while_up(node, leg)
+            done = await self._legs.prefill(node, turn.request, params, headers)
         except Unreachable as error:
             self._failed(turn, "prefill", node, type(error).__name__)
             self._prefill.failed(node)
@@ -281,7 +279,7 @@ class Turns:
         """What the client has been given; an Answer that says that the node has failed before its
         first byte, or None when it could not be reached, and nothing has been given."""
         try:
-            upstream, first = await while_up(node, self._open(turn, node, params))
+            upstream, first = await self._open(turn, node, params)
         except Unreachable as error:
             self._failed(turn, "decode", node, type(error).__name__)
             return None
@@ -328,6 +326,7 @@ class Turns:
                 raise AnswerError("a stream without a byte")
             if only_opens(first):
                 first += await upstream.read_some()
+            upstream.be_patient()
             return upstream, first
         except BaseException:
             # Whatever it is, such as a client that has gone: closing ends the request on D.
