@@ -16,6 +16,7 @@ from vllm.bidir.router.reply import Reply
 from vllm.bidir.router.sockets import node_socket
 
 from tests.router.conftest import BODY, MakeSetup, Setup, until
+from tests.router.fake_apis import named
 from tests.router.fake_engine import FakeEngine, as_client_sees, d_params, event
 
 GONE_WITHIN_S = 0.1
@@ -117,6 +118,11 @@ ERROR = {"error": {"message": "no", "type": "InternalServerError", "code": 500}}
 
 
 OPENING = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+USED = event({"choices": [], "usage": {"completion_tokens": 0}})
+RESPONSES_BEGIN = [
+    named(f"response.{kind}", {"response": {"output": [], "usage": None, "status": "in_progress"}})
+    for kind in ("created", "in_progress")
+]
 # What each API's engine streams when it cannot read what P hands over, in pieces as they come.
 CANNOT_READ = {
     "/v1/completions": [event(ERROR), event("[DONE]")],
@@ -125,6 +131,18 @@ CANNOT_READ = {
         b"event: message_start\n" + event({"type": "message_start", "message": {"id": "1"}}),
         b"event: error\n" + event({"type": "error", "error": {"type": "internal_error"}}),
     ],
+    "/v1/responses": [*RESPONSES_BEGIN, b"event: unknown\n" + event(ERROR)],
+}
+# As the base release does where it tells nobody: but for Responses a stream of no tokens.
+WITHOUT_A_WORD = {
+    "/v1/completions": [USED, event("[DONE]")],
+    "/v1/chat/completions": [event(OPENING), event(OPENING), USED, event("[DONE]")],
+    "/v1/messages": [
+        CANNOT_READ["/v1/messages"][0],
+        named("message_delta", {"delta": {}, "usage": {"output_tokens": 0}}),
+        named("message_stop", {}),
+    ],
+    "/v1/responses": RESPONSES_BEGIN,
 }
 
 
@@ -132,9 +150,8 @@ CANNOT_READ = {
     ("path", "how"),
     [
         *((path, how) for path in CANNOT_READ for how in ("500", "in pieces", "at once")),
-        # As the base release does. Its messages look whole.
-        ("/v1/completions", "without a word"),
-        ("/v1/chat/completions", "without a word"),
+        *((path, "without a word") for path in WITHOUT_A_WORD),
+        ("/v1/responses", "breaks off"),
     ],
 )
 async def test_a_d_that_fails_with_what_p_hands_over_computes_it_all(
@@ -150,11 +167,13 @@ async def test_a_d_that_fails_with_what_p_hands_over_computes_it_all(
             return web.json_response(ERROR, status=500)
         response = await begin(request)
         pieces = CANNOT_READ[path]
-        if how == "without a word":
-            pieces = [piece for piece in pieces if b"error" not in piece]
-        for piece in pieces if how == "in pieces" else [b"".join(pieces)]:
+        if how in ("without a word", "breaks off"):
+            pieces = WITHOUT_A_WORD[path]
+        for piece in [b"".join(pieces)] if how == "at once" else pieces:
             await response.write(piece)
             await asyncio.sleep(0.01)
+        if how == "breaks off":
+            cut(request)
         return response
 
     for engine in setup.decode:
@@ -167,6 +186,65 @@ async def test_a_d_that_fails_with_what_p_hands_over_computes_it_all(
     alone = setup.metric("bidir_router_decode_alone_total", reason="transfer_failed")
     assert alone == 1
     assert setup.metric("bidir_router_ejections_total", role="decode") == 0
+
+
+def aborted(path: str, stream: bool) -> bytes:
+    """What an engine that is shut down answers, with 200; whole answers of it may have begun."""
+    choice = {"index": 0, "finish_reason": "abort"}
+    none = {"output": [], "content": [], "usage": {"output_tokens": 0}}
+    if not stream:
+        text = {"text": "hel"} if path == "/v1/completions" else {"message": {"content": ""}}
+        whole = {"choices": [choice | text]} if "completions" in path else none
+        return json.dumps(whole).encode()
+    if path == "/v1/responses":
+        completed = named("response.completed", {"response": none | {"status": "completed"}})
+        return b"".join([*RESPONSES_BEGIN, completed])
+    if path == "/v1/messages":
+        return b"".join(WITHOUT_A_WORD[path])
+    opening = event(OPENING) if path == "/v1/chat/completions" else b""
+    said = event({"choices": [choice | {"delta": {}, "text": ""}]})
+    return opening + said + event("[DONE]")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", list(CANNOT_READ))
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_turn_that_a_node_aborts_is_served_by_another(
+    role: str, path: str, stream: bool, make_setup: MakeSetup
+) -> None:
+    setup = await make_setup(2, 2)
+    engines: list[FakeEngine] = getattr(setup, role)
+
+    async def shuts_down(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if not body.get("stream"):
+            return web.Response(body=aborted(path, False), content_type="application/json")
+        response = await begin(request)
+        await response.write(aborted(path, True))
+        return response
+
+    engines[0].script = shuts_down
+    chat = {"messages": [{"role": "user", "content": "hello"}], "prompt": None}
+    more = {} if path == "/v1/completions" else chat
+    for _ in range(2):
+        status, body = await setup.ask(path, stream=stream, **more)
+        assert status == 200 and (b'now"' if stream else b'"hello"') in body
+    assert len(engines[1].asked) == 2
+    assert all("kv_transfer_params" in asked for asked in engines[1].asked)
+    kind = {"leg": role, "kind": "AbortedError"}
+    # D may have failed with what P handed over: it is asked once more, without.
+    tries = 2 if role == "decode" else 1
+    assert setup.metric("bidir_router_leg_failures_total", **kind) == tries
+
+
+async def test_text_that_speaks_of_an_abort_is_an_answer(setup: Setup) -> None:
+    text = '"finish_reason": "abort", "output_tokens": 0'
+
+    async def answers(request: web.Request, body: dict[str, Any]) -> web.Response:
+        return web.json_response({"choices": [{"text": text, "finish_reason": "stop"}]})
+
+    setup.decode[0].script = answers
+    status, body = await setup.ask()
+    assert status == 200 and json.loads(body)["choices"][0]["text"] == text
 
 
 async def test_an_opening_is_passed_on_with_what_follows(setup: Setup) -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp.http_exceptions import HttpProcessingError
 
-
 if TYPE_CHECKING:
     Adapter = logging.LoggerAdapter[logging.Logger]
 else:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 from vllm.bidir.reasons import Reason
+from vllm.bidir.router.beginning import AbortedError, whole_failure
 from vllm.bidir.router.headers import to_client
 from vllm.bidir.router.in_time import in_time
 from vllm.bidir.router.node_client import NodeClient
@@ -70,12 +71,15 @@ class Legs:
     async def prefill(
         self, node: Node, request: TurnRequest, params: Mapping[str, Any], headers: dict[str, str]
     ) -> PrefillDone | Answer:
-        """Run the prefill leg on one node. An Answer is its refusal; Unreachable may be raised."""
+        """Run the prefill leg on one node. An Answer is its refusal; Unreachable may be
+        raised, for one that P has aborted, too."""
         body = request.prefill_body(dict(params))
         asking = self._client.request(node.address, "POST", request.path, headers, body, node=node)
         answer = await _whole(asking)
         if answer.status != 200:
             return answer
+        if whole_failure(answer.body, request.path) is not None:
+            raise AbortedError
         _, found = take_params(answer.body)
         prompt, cached = prompt_tokens(answer.body)
         return PrefillDone(found, cached, prompt)
