@@ -407,7 +407,9 @@ async def test_errors_have_the_shape_of_their_api(make_setup: MakeSetup) -> None
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", RESPONSES, MESSAGES])
-@pytest.mark.parametrize("sent", [b"event: x\ndata: {}\n\n", b"event: x\ndata: {}\n", b"dat"])
+@pytest.mark.parametrize(
+    "sent", [b"event: x\ndata: {}\n\n", b"event: x\ndata: {}\n", b"data: {}\n\ndat"]
+)
 async def test_a_stream_that_breaks_ends_with_an_event_of_its_own(
     setup: Setup, path: str, sent: bytes
 ) -> None:

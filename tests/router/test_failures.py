@@ -11,9 +11,12 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from vllm.bidir.router import while_up
+from vllm.bidir.router.reply import Reply
 from vllm.bidir.router.sockets import node_socket
 
 from tests.router.conftest import BODY, MakeSetup, Setup, until
+from tests.router.fake_apis import named
 from tests.router.fake_engine import FakeEngine, as_client_sees, d_params, event
 
 GONE_WITHIN_S = 0.1
@@ -115,6 +118,11 @@ ERROR = {"error": {"message": "no", "type": "InternalServerError", "code": 500}}
 
 
 OPENING = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+USED = event({"choices": [], "usage": {"completion_tokens": 0}})
+RESPONSES_BEGIN = [
+    named(f"response.{kind}", {"response": {"output": [], "usage": None, "status": "in_progress"}})
+    for kind in ("created", "in_progress")
+]
 # What each API's engine streams when it cannot read what P hands over, in pieces as they come.
 CANNOT_READ = {
     "/v1/completions": [event(ERROR), event("[DONE]")],
@@ -123,6 +131,18 @@ CANNOT_READ = {
         b"event: message_start\n" + event({"type": "message_start", "message": {"id": "1"}}),
         b"event: error\n" + event({"type": "error", "error": {"type": "internal_error"}}),
     ],
+    "/v1/responses": [*RESPONSES_BEGIN, b"event: unknown\n" + event(ERROR)],
+}
+# As the base release does where it tells nobody: but for Responses a stream of no tokens.
+WITHOUT_A_WORD = {
+    "/v1/completions": [USED, event("[DONE]")],
+    "/v1/chat/completions": [event(OPENING), event(OPENING), USED, event("[DONE]")],
+    "/v1/messages": [
+        CANNOT_READ["/v1/messages"][0],
+        named("message_delta", {"delta": {}, "usage": {"output_tokens": 0}}),
+        named("message_stop", {}),
+    ],
+    "/v1/responses": RESPONSES_BEGIN,
 }
 
 
@@ -130,9 +150,8 @@ CANNOT_READ = {
     ("path", "how"),
     [
         *((path, how) for path in CANNOT_READ for how in ("500", "in pieces", "at once")),
-        # As the base release does. Its messages look whole.
-        ("/v1/completions", "without a word"),
-        ("/v1/chat/completions", "without a word"),
+        *((path, "without a word") for path in WITHOUT_A_WORD),
+        ("/v1/responses", "breaks off"),
     ],
 )
 async def test_a_d_that_fails_with_what_p_hands_over_computes_it_all(
@@ -148,11 +167,13 @@ async def test_a_d_that_fails_with_what_p_hands_over_computes_it_all(
             return web.json_response(ERROR, status=500)
         response = await begin(request)
         pieces = CANNOT_READ[path]
-        if how == "without a word":
-            pieces = [piece for piece in pieces if b"error" not in piece]
-        for piece in pieces if how == "in pieces" else [b"".join(pieces)]:
+        if how in ("without a word", "breaks off"):
+            pieces = WITHOUT_A_WORD[path]
+        for piece in [b"".join(pieces)] if how == "at once" else pieces:
             await response.write(piece)
             await asyncio.sleep(0.01)
+        if how == "breaks off":
+            cut(request)
         return response
 
     for engine in setup.decode:
@@ -165,6 +186,65 @@ async def test_a_d_that_fails_with_what_p_hands_over_computes_it_all(
     alone = setup.metric("bidir_router_decode_alone_total", reason="transfer_failed")
     assert alone == 1
     assert setup.metric("bidir_router_ejections_total", role="decode") == 0
+
+
+def aborted(path: str, stream: bool) -> bytes:
+    """What an engine that is shut down answers, with 200; whole answers of it may have begun."""
+    choice = {"index": 0, "finish_reason": "abort"}
+    none = {"output": [], "content": [], "usage": {"output_tokens": 0}}
+    if not stream:
+        text = {"text": "hel"} if path == "/v1/completions" else {"message": {"content": ""}}
+        whole = {"choices": [choice | text]} if "completions" in path else none
+        return json.dumps(whole).encode()
+    if path == "/v1/responses":
+        completed = named("response.completed", {"response": none | {"status": "completed"}})
+        return b"".join([*RESPONSES_BEGIN, completed])
+    if path == "/v1/messages":
+        return b"".join(WITHOUT_A_WORD[path])
+    opening = event(OPENING) if path == "/v1/chat/completions" else b""
+    said = event({"choices": [choice | {"delta": {}, "text": ""}]})
+    return opening + said + event("[DONE]")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", list(CANNOT_READ))
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_turn_that_a_node_aborts_is_served_by_another(
+    role: str, path: str, stream: bool, make_setup: MakeSetup
+) -> None:
+    setup = await make_setup(2, 2)
+    engines: list[FakeEngine] = getattr(setup, role)
+
+    async def shuts_down(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if not body.get("stream"):
+            return web.Response(body=aborted(path, False), content_type="application/json")
+        response = await begin(request)
+        await response.write(aborted(path, True))
+        return response
+
+    engines[0].script = shuts_down
+    chat = {"messages": [{"role": "user", "content": "hello"}], "prompt": None}
+    more = {} if path == "/v1/completions" else chat
+    for _ in range(2):
+        status, body = await setup.ask(path, stream=stream, **more)
+        assert status == 200 and (b'now"' if stream else b'"hello"') in body
+    assert len(engines[1].asked) == 2
+    assert all("kv_transfer_params" in asked for asked in engines[1].asked)
+    kind = {"leg": role, "kind": "AbortedError"}
+    # D may have failed with what P handed over: it is asked once more, without.
+    tries = 2 if role == "decode" else 1
+    assert setup.metric("bidir_router_leg_failures_total", **kind) == tries
+
+
+async def test_text_that_speaks_of_an_abort_is_an_answer(setup: Setup) -> None:
+    text = '"finish_reason": "abort", "output_tokens": 0'
+
+    async def answers(request: web.Request, body: dict[str, Any]) -> web.Response:
+        return web.json_response({"choices": [{"text": text, "finish_reason": "stop"}]})
+
+    setup.decode[0].script = answers
+    status, body = await setup.ask()
+    assert status == 200 and json.loads(body)["choices"][0]["text"] == text
 
 
 async def test_an_opening_is_passed_on_with_what_follows(setup: Setup) -> None:
@@ -266,6 +346,31 @@ async def test_a_node_that_goes_down_keeps_the_streams_that_it_still_serves(
     assert await asking == (200, event("1") + event("2"))
 
 
+async def test_a_stream_of_a_node_that_has_stopped_ends_with_an_error(
+    make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel answers for it: nothing else would ever tell."""
+    monkeypatch.setattr(while_up, "SILENT_S", 0.05)
+    setup = await make_setup(health_interval=0.05)
+    engine, node = setup.decode[0], setup.router.decode.nodes[0]
+
+    async def stops(request: web.Request, body: dict[str, Any]) -> None:
+        response = await begin(request)
+        await response.write(event("1"))
+        engine.health = 503
+        await asyncio.sleep(60)
+
+    engine.script = stops
+    await until(lambda: node.health.up is True)
+    status, body = await setup.ask(stream=True)
+    assert status == 200 and body.startswith(event("1"))
+    error = json.loads(body.removeprefix(event("1")).removeprefix(b"data: "))
+    assert error["error"]["code"] == 502
+    await asyncio.wait_for(engine.gone.wait(), 1)
+    labels = {"leg": "decode", "kind": "NodeDownError"}
+    assert setup.metric("bidir_router_leg_failures_total", **labels) == 1
+
+
 async def test_a_refusal_of_d_reaches_the_client_as_it_is_and_is_not_tried_again(
     make_setup: MakeSetup,
 ) -> None:
@@ -336,7 +441,37 @@ async def test_the_engine_sees_within_100_ms_that_the_client_has_gone(
     assert time.monotonic() - begun < GONE_WITHIN_S
     nodes = (*setup.router.prefill.nodes, *setup.router.decode.nodes)
     await until(lambda: all(node.in_flight == node.tokens == 0 for node in nodes))
-    assert all(not node.awaited for node in nodes)
+    await until(lambda: all(not node.awaited for node in nodes))
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+async def test_a_client_that_goes_in_the_moment_of_the_answer_ends_it(
+    nth: int, setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its head, or of its first bytes."""
+    engine = setup.decode[0]
+
+    async def slow(request: web.Request, body: dict[str, Any]) -> None:
+        woken.clear()
+        response = await begin(request)
+        await asyncio.sleep(0.01)
+        await response.write(event("1"))
+        await asyncio.sleep(60)
+
+    woken, wake = [], Reply.wake
+
+    def goes(self: Reply) -> None:
+        wake(self)
+        woken.append(self)
+        if engine.asked and len(woken) == nth:
+            (turn,) = setup.router.draining._under_way
+            turn.cancel()
+
+    monkeypatch.setattr(Reply, "wake", goes)
+    engine.script = slow
+    with pytest.raises(aiohttp.ClientError):
+        await setup.ask(stream=True)
+    await asyncio.wait_for(engine.gone.wait(), 1)
 
 
 async def test_a_client_that_goes_while_it_does_not_read_ends_the_work_too(setup: Setup) -> None:

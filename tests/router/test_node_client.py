@@ -13,7 +13,7 @@ import pytest
 from vllm.bidir.router.address import Address
 from vllm.bidir.router.names import Names
 from vllm.bidir.router.node_client import NodeClient
-from vllm.bidir.router.node_connection import AnswerError
+from vllm.bidir.router.reply import AnswerError
 
 OK = b"HTTP/1.1 200 OK\r\n"
 SIZED = OK + b"content-length: 5\r\n\r\nhello"

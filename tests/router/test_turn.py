@@ -264,6 +264,12 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(setup: Setup) -> No
     assert json.loads(last[len(b"data: ") :])["error"]["code"] == 502
 
 
+async def test_a_proxy_in_front_is_told_not_to_gather_a_stream(setup: Setup) -> None:
+    body = {**BODY, "stream": True}
+    async with setup.client.post(setup.url + "/v1/completions", json=body) as response:
+        assert response.headers["X-Accel-Buffering"] == "no"
+
+
 async def test_each_piece_goes_out_at_once(setup: Setup) -> None:
     """The first token is not held until the second comes."""
     release = asyncio.Event()

@@ -11,7 +11,7 @@ from threading import Event
 
 import httpx
 import pytest
-from vllm.bidir.router.stream import first_error
+from vllm.bidir.router.beginning import Beginning
 
 from tests.e2e.conftest import compared, model_folder, report
 from tests.e2e.oracle import CHAT, IDS, Compared, Kind, compare
@@ -271,7 +271,9 @@ def test_what_d_says_of_a_lost_handover_the_router_takes_for_a_failure(story: St
     for kind, body in bodies.values():
         answer = _post(d, kind, body)
         if answer.status_code == httpx.codes.OK:
-            failed = first_error(answer.content)
+            beginning = Beginning(kind.path)
+            beginning.feed(answer.content)
+            failed = beginning.failed
             assert failed is not None and failed.status == 500, answer.text
         else:
             assert answer.status_code == 500

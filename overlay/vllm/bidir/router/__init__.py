@@ -7,7 +7,7 @@ One turn, and the module that each step lives in:
 2. find the conversation it belongs to                          `identity`, `responses`
 3. choose a D, sticky to where the KV is, and a P               `pool`, `policies`
 4. prefill leg: P reads back what D kept, computes the rest     `legs`
-5. decode leg: bytes pass through, D's params are taken out     `legs`, `stream`
+5. decode leg: bytes pass through, D's params are taken out     `legs`, `beginning`, `stream`
 6. keep D's params for the next turn                            `side_channels`, `conversations`,
    in little memory, and ask D for what had to go               `record`, `kept_params`, `recall`
 7. renew D's lease, give it back when nobody needs it           `leases`, `heartbeat`

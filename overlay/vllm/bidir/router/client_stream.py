@@ -44,6 +44,7 @@ class ClientStream:
         response.content_type = content_type
         response.charset = "utf-8"
         response.headers["Cache-Control"] = "no-cache"
+        response.headers["X-Accel-Buffering"] = "no"  # else nginx hands tokens on in lumps
         if http.version >= HttpVersion11:
             response.enable_chunked_encoding()
         writer = await response.prepare(http)

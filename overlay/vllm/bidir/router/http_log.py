@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp.http_exceptions import HttpProcessingError
 
+if TYPE_CHECKING:
+    Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    Adapter = logging.LoggerAdapter  # before Python 3.11 it takes no type
 
-class HttpLog(logging.LoggerAdapter[logging.Logger]):
+
+class HttpLog(Adapter):
     """Says what kind of malformed request came, and from where, and nothing of it."""
 
     def process(

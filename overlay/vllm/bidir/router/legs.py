@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 from vllm.bidir.reasons import Reason
+from vllm.bidir.router.beginning import AbortedError, whole_failure
 from vllm.bidir.router.headers import to_client
 from vllm.bidir.router.in_time import in_time
 from vllm.bidir.router.node_client import NodeClient
-from vllm.bidir.router.node_connection import Reply
 from vllm.bidir.router.nodes import Node
+from vllm.bidir.router.reply import Reply
 from vllm.bidir.router.request import TurnRequest
 from vllm.bidir.router.reuse import prompt_tokens
 from vllm.bidir.router.stream import take_params
@@ -70,11 +71,15 @@ class Legs:
     async def prefill(
         self, node: Node, request: TurnRequest, params: Mapping[str, Any], headers: dict[str, str]
     ) -> PrefillDone | Answer:
-        """Run the prefill leg on one node. An Answer is its refusal; Unreachable may be raised."""
+        """Run the prefill leg on one node. An Answer is its refusal; Unreachable may be
+        raised, for one that P has aborted, too."""
         body = request.prefill_body(dict(params))
-        answer = await self._whole(node, "POST", request.path, headers, body)
+        asking = self._client.request(node.address, "POST", request.path, headers, body, node=node)
+        answer = await _whole(asking)
         if answer.status != 200:
             return answer
+        if whole_failure(answer.body, request.path) is not None:
+            raise AbortedError
         _, found = take_params(answer.body)
         prompt, cached = prompt_tokens(answer.body)
         return PrefillDone(found, cached, prompt)
@@ -89,25 +94,33 @@ class Legs:
         """D's answer to the client's own request; closing it ends the request on D as well."""
         raw = None if params is None else msgspec.Raw(msgspec.json.encode(params))
         body = request.decode_body(raw)
-        return await self._client.request(node.address, "POST", request.path, headers, body)
+        return await self._client.request(
+            node.address, "POST", request.path, headers, body, node=node
+        )
+
+    async def ask(
+        self, node: Node, method: str, path: str, headers: dict[str, str], body: bytes = b""
+    ) -> Answer:
+        """A call beside the legs, for as long as the node is up; Unreachable."""
+        return await _whole(
+            self._client.request(node.address, method, path, headers, body, node=node)
+        )
 
     async def get(self, node: Node, path: str, headers: dict[str, str]) -> Answer:
-        """A plain GET, such as /v1/models or /health."""
-        return await self._whole(node, "GET", path, headers)
+        """A plain GET, such as /v1/models or /health, however long it takes."""
+        return await _whole(self._client.request(node.address, "GET", path, headers))
 
     async def post(
         self, node: Node, path: str, body: bytes, headers: dict[str, str], timeout_s: float
     ) -> Answer:
         """A call beside the legs, answered whole within `timeout_s`."""
-        asking = self._whole(node, "POST", path, headers, body)
-        return await in_time(asking, timeout_s)
+        asking = self._client.request(node.address, "POST", path, headers, body)
+        return await in_time(_whole(asking), timeout_s)
 
-    async def _whole(
-        self, node: Node, method: str, path: str, headers: dict[str, str], body: bytes = b""
-    ) -> Answer:
-        reply = await self._client.request(node.address, method, path, headers, body)
-        with closing(reply):
-            return Answer.of(reply, await reply.read())
+
+async def _whole(asking: Awaitable[Reply]) -> Answer:
+    with closing(await asking) as reply:
+        return Answer.of(reply, await reply.read())
 
 
 def read_back(params: dict[str, Any]) -> dict[str, Any]:

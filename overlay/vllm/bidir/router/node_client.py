@@ -6,13 +6,16 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import aiohappyeyeballs
 from vllm.bidir.router.address import Address
 from vllm.bidir.router.names import Names
-from vllm.bidir.router.node_connection import NodeConnection, Reply
+from vllm.bidir.router.node_connection import NodeConnection
+from vllm.bidir.router.nodes import Node
+from vllm.bidir.router.reply import Reply
 from vllm.bidir.router.sockets import node_socket
+from vllm.bidir.router.while_up import NodeDownError
 
 # Below uvicorn's keep-alive in vLLM (5 s), so that we never write to a connection that the node
 # is closing.
@@ -46,15 +49,16 @@ class NodeClient:
         path: str,
         headers: Mapping[str, str],
         body: bytes = b"",
+        node: Node | None = None,
     ) -> Reply:
         """The answer as soon as its head is there.
 
-        Raises OSError or asyncio.TimeoutError where there is none, ValueError for a header that
-        cannot be sent.
+        With `node` it is waited for only while that is up. Raises OSError (NodeDownError is one) or
+        asyncio.TimeoutError where there is none, ValueError for a header that cannot be sent.
         """
         head = _head(address, method, path, headers, len(body))
-        connection = self._kept(address) or await self._connect(address)
-        return await connection.ask(head, body)
+        connection = self._kept(address) or await self._connect(address, node)
+        return await connection.ask(head, body, node)
 
     def close(self) -> None:
         """Close all connections, whatever they are doing."""
@@ -74,7 +78,7 @@ class NodeClient:
             connection.abort()
         return None
 
-    async def _connect(self, address: Address) -> NodeConnection:
+    async def _connect(self, address: Address, node: Node | None) -> NodeConnection:
         def made() -> NodeConnection:
             return NodeConnection(
                 lambda connection: self._keep(address, connection),
@@ -103,8 +107,12 @@ class NodeClient:
 
         # Not wait_for: before Python 3.12 it may lose a cancellation.
         connecting = asyncio.ensure_future(connect())
+        awaited: set[Callable[[], object]] = set() if node is None else node.awaited
+        awaited.add(connecting.cancel)
         try:
             await asyncio.wait({connecting}, timeout=self._connect_timeout_s)
+            if connecting.cancelled():
+                raise NodeDownError
             if connecting.done():
                 connection = connecting.result()
                 self._open.add(connection)
@@ -114,6 +122,8 @@ class NodeClient:
             connecting.add_done_callback(_abort)
             connecting.cancel()
             raise
+        finally:
+            awaited.discard(connecting.cancel)
 
     def _context(self) -> ssl.SSLContext:
         # When it is needed: the system's CAs take megabytes.

@@ -1,147 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One kept connection to a node, and the answer that comes over it.
-
-An answer's bytes go from the socket to whoever takes them in one call, without a task or a queue in
-between: a token's event is a hundred bytes, and everything else costs more than moving it.
-"""
+"""One kept connection to a node."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable
-from typing import Literal, cast
+from typing import cast
 
 import httptools
-from multidict import CIMultiDict
+from vllm.bidir.router.nodes import Node
+from vllm.bidir.router.reply import AnswerError, Reply
+from vllm.bidir.router.while_up import NodeDownError, is_down
 
 # Of an answer's head, and of anything else that is no body.
 _MAX_HEAD = 64 << 10
-# What waits for a taker before the node is not read any more.
-_MAX_HELD = 64 << 10
-
-Take = Callable[[bytes], bool]
-
-
-class AnswerError(ConnectionError):
-    """A node's answer has broken off, or is no HTTP."""
-
-
-class Reply:
-    """A node's answer under way. Whoever has asked closes it; at its end it is closed already.
-
-    `headers` are those of its head, `content_type` without parameters.
-    """
-
-    def __init__(self, connection: NodeConnection) -> None:
-        self.status = 0
-        self.headers: CIMultiDict[str] = CIMultiDict()
-        self._connection: NodeConnection | None = connection
-        self._fault: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._held: list[bytes] = []
-        self._size = 0
-        self._most = _MAX_HELD
-        self._take: Take | None = None
-        # What `_take` said last when it was not True.
-        self._refusal: Exception | Literal[False] | None = None
-
-    @property
-    def content_type(self) -> str:
-        return self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-
-    async def read(self) -> bytes:
-        """The whole body; AnswerError if it breaks off."""
-        self._most = sys.maxsize
-        while self._more_to_come():
-            await self._wait()
-        return self._pop()
-
-    async def read_some(self) -> bytes:
-        """What has come of the body, at least one byte; b"" at its end."""
-        while not self._held and self._more_to_come():
-            await self._wait()
-        return self._pop()
-
-    async def relay(self, take: Take) -> bool:
-        """Hand the body over as it comes; `take` is called from within the event loop.
-
-        True at its end; False once `take` has returned False, which means not now. Errors are
-        AnswerError, if the answer breaks off, and those of `take`.
-        """
-        while self._held:
-            if not take(self._pop()):
-                return False
-        while self._more_to_come():
-            self._take = take
-            try:
-                await self._wait()
-            finally:
-                self._take = None
-            refusal, self._refusal = self._refusal, None
-            if refusal is False:
-                return False
-            if refusal is not None:
-                raise refusal
-        return True
-
-    def close(self) -> None:
-        """Before its end this ends the request on the node as well."""
-        if self._connection is not None:
-            self._connection.abort()
-
-    async def begun(self) -> None:
-        """Its head is there."""
-        while not self.status and self._more_to_come():
-            await self._wait()
-
-    def receive(self, body: bytes) -> None:
-        """The connection has read a piece of the body."""
-        if self._take is None:
-            self._held.append(body)
-            self._size += len(body)
-            if self._size > self._most and self._connection is not None:
-                self._connection.pause()
-            self.wake()
-            return
-        try:
-            if self._take(body):
-                return
-            self._refusal = False
-        except Exception as error:
-            self._refusal = error
-        self._take = None
-        self.wake()
-
-    def end(self, fault: Exception | None = None) -> None:
-        """Nothing more will come."""
-        self._connection = None
-        self._fault = fault
-        self.wake()
-
-    def wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def _more_to_come(self) -> bool:
-        if self._fault is not None:
-            raise self._fault
-        return self._connection is not None
-
-    async def _wait(self) -> None:
-        assert self._connection is not None  # more is to come
-        self._connection.resume()
-        self._waiter = self._connection.loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    def _pop(self) -> bytes:
-        held = self._held[0] if len(self._held) == 1 else b"".join(self._held)
-        self._held.clear()
-        self._size = 0
-        return held
 
 
 class NodeConnection(asyncio.Protocol):
@@ -172,11 +44,17 @@ class NodeConnection(asyncio.Protocol):
     def usable(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    async def ask(self, head: bytes, body: bytes) -> Reply:
-        """Send a request and wait for the head of its answer; AnswerError, OSError."""
+    async def ask(self, head: bytes, body: bytes, node: Node | None = None) -> Reply:
+        """Send a request and wait for the head of its answer; AnswerError, OSError.
+
+        NodeDownError when `node` goes down meanwhile, or has gone down.
+        """
         if self._transport is None:
             raise AnswerError("the connection has been closed")
-        reply = self._reply = Reply(self)
+        if node is not None and is_down(node):
+            self.abort()
+            raise NodeDownError
+        reply = self._reply = Reply(self, node)
         self._complete = False
         self._transport.write(head)
         if body:
@@ -192,6 +70,12 @@ class NodeConnection(asyncio.Protocol):
         """Close at once; the node sees its client go."""
         if self._transport is not None:
             self._transport.abort()
+
+    def break_off(self, fault: Exception) -> None:
+        """End the answer with an error, and close."""
+        self._parser = None
+        self._end(fault)
+        self.abort()
 
     def pause(self) -> None:
         if self._reading and self.usable:
@@ -230,7 +114,7 @@ class NodeConnection(asyncio.Protocol):
         if self._complete:
             self._finish(fault)
         elif fault is not None:
-            self._break(fault)
+            self.break_off(fault)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
@@ -288,11 +172,6 @@ class NodeConnection(asyncio.Protocol):
             self._idle(self)
         else:
             self.abort()
-
-    def _break(self, fault: Exception) -> None:
-        self._parser = None
-        self._end(fault)
-        self.abort()
 
     def _end(self, fault: Exception | None) -> None:
         reply, self._reply = self._reply, None

@@ -28,7 +28,7 @@ class Node:
     tokens: int = 0
     verifies: bool = False
     draining: bool = False
-    awaited: set[Callable[[], None]] = field(default_factory=set)
+    awaited: set[Callable[[], object]] = field(default_factory=set)
 
     @cached_property
     def name(self) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from vllm.bidir.router.client_stream import ClientStream
-from vllm.bidir.router.node_connection import Reply
+from vllm.bidir.router.reply import Reply
 from vllm.bidir.router.stream import StreamFilter
 
 

@@ -14,7 +14,6 @@ from vllm.bidir.router.headers import NAMED, REQUEST_ID, to_engine
 from vllm.bidir.router.in_time import in_time
 from vllm.bidir.router.legs import Legs, Unreachable
 from vllm.bidir.router.nodes import Node
-from vllm.bidir.router.while_up import while_up
 
 GET = ("/v1/models",)
 POST = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
@@ -42,11 +41,10 @@ class SideCalls:
         headers |= {REQUEST_ID: named, "Content-Type": "application/json"}
         for node in self._nodes():
             try:
-                if http.method == "POST":
-                    asking = self._legs.post(node, http.path, body, headers, _POST_S)
-                else:  # HEAD as well: the server leaves the body out
-                    asking = in_time(self._legs.get(node, http.path, headers), _GET_S)
-                answer = await while_up(node, asking)
+                # HEAD asks for the same as GET: the server leaves the body out.
+                method, limit_s = ("POST", _POST_S) if http.method == "POST" else ("GET", _GET_S)
+                asking = self._legs.ask(node, method, http.path, headers, body)
+                answer = await in_time(asking, limit_s)
             except Unreachable:
                 continue
             return web.Response(

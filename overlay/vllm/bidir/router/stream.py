@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from vllm.bidir.router.errors import error_body
 from vllm.bidir.router.parts import TooManyError, decode_params, split_object
 from vllm.bidir.router.request import PARAMS
 
@@ -16,9 +14,6 @@ from vllm.bidir.router.request import PARAMS
 _WORD = PARAMS.encode()
 _NEEDLE = b'"' + _WORD + b'"'
 _DATA = b"data:"
-_ERROR = b'"error"'
-_DONE = b"[DONE]"
-_OPENINGS = (b'"delta":{"role":"assistant","content":""}', b'"type":"message_start"')
 _MAX_LINE = 64 << 20
 _ENCODER = msgspec.json.Encoder()
 
@@ -86,56 +81,6 @@ class StreamFilter:
             self.params = params
         start = body.index(payload)
         return _DATA + body[:start] + stripped + body[start + len(payload) :]
-
-
-@dataclass(frozen=True)
-class StreamError:
-    """An error of an engine that has sent its 200 before it failed."""
-
-    status: int
-    body: bytes
-
-
-def only_opens(first: bytes) -> bool:
-    """Whether these bytes of a stream say no more than that somebody answers.
-
-    Engines send that event of chats and messages together with the next one: the first that says
-    something, or an error.
-    """
-    return first.count(_DATA) == 1 and any(needle in first for needle in _OPENINGS)
-
-
-def first_error(first: bytes) -> StreamError | None:
-    """The error that a stream begins with, if it is the node's fault (5xx).
-
-    An engine answers 200 to a stream before it knows whether it can serve it. One of the base
-    release that then cannot ends it without a word.
-    """
-    if _ERROR not in first and _DONE not in first:
-        return None
-    payloads = [payload for line in _split(first) if (payload := event_payload(line))]
-    payload = payloads[1 if len(payloads) > 1 and only_opens(_DATA + payloads[0]) else 0]
-    if payload == _DONE:
-        return StreamError(502, error_body(502, "The decode node has answered nothing."))
-    try:
-        failed = _FAILED.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    # Anthropic's shape has no code; an error of the request itself is no stream.
-    status = failed.error.code if failed.type is None else 500
-    return StreamError(status, payload) if 500 <= status < 600 else None
-
-
-class _Error(msgspec.Struct):
-    code: int = 0
-
-
-class _Failed(msgspec.Struct):
-    error: _Error
-    type: str | None = None
-
-
-_FAILED = msgspec.json.Decoder(_Failed)
 
 
 def event_payload(line: bytes) -> bytes | None:

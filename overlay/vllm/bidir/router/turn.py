@@ -14,6 +14,7 @@ from aiohttp import web
 from vllm.bidir.reasons import Reason
 from vllm.bidir.router.access import Access
 from vllm.bidir.router.ask import ask_of
+from vllm.bidir.router.beginning import Failed, read_beginning, whole_failure
 from vllm.bidir.router.body import read_body
 from vllm.bidir.router.client_stream import ClientGoneError, ClientStream
 from vllm.bidir.router.conversations import Conversations, Key
@@ -33,7 +34,6 @@ from vllm.bidir.router.legs import (
     why_nothing,
 )
 from vllm.bidir.router.metrics import Metrics
-from vllm.bidir.router.node_connection import AnswerError, Reply
 from vllm.bidir.router.nodes import Node
 from vllm.bidir.router.pass_through import PassThrough
 from vllm.bidir.router.policies import Ask
@@ -41,6 +41,7 @@ from vllm.bidir.router.pool import Pool
 from vllm.bidir.router.progress import Progress
 from vllm.bidir.router.recall import Recall
 from vllm.bidir.router.record import KeptTurn
+from vllm.bidir.router.reply import Reply
 from vllm.bidir.router.request import (
     END_HEADER,
     TurnRequest,
@@ -52,8 +53,7 @@ from vllm.bidir.router.reuse import HEADER, Reuse
 from vllm.bidir.router.seat import Seat
 from vllm.bidir.router.side_channels import SideChannels
 from vllm.bidir.router.state import State
-from vllm.bidir.router.stream import StreamFilter, first_error, only_opens, take_params
-from vllm.bidir.router.while_up import while_up
+from vllm.bidir.router.stream import StreamFilter, take_params
 
 logger = logging.getLogger("vllm_bidir_router")
 
@@ -232,8 +232,7 @@ class Turns:
         """What a node answered, or None when it could not be reached."""
         headers = turn.progress.leg_begins("prefill", node, turn.request.path, turn.headers)
         try:
-            leg = self._legs.prefill(node, turn.request, params, headers)
-            done = await while_up(node, leg)
+            done = await self._legs.prefill(node, turn.request, params, headers)
         except Unreachable as error:
             self._failed(turn, "prefill", node, type(error).__name__)
             self._prefill.failed(node)
@@ -281,20 +280,20 @@ class Turns:
         """What the client has been given; an Answer that says that the node has failed before its
         first byte, or None when it could not be reached, and nothing has been given."""
         try:
-            upstream, first = await while_up(node, self._open(turn, node, params))
+            upstream, first, failed = await self._open(turn, node, params)
         except Unreachable as error:
             self._failed(turn, "decode", node, type(error).__name__)
             return None
         with closing(upstream):
-            failed = _failure(upstream, first)
             if failed is None:
                 self._decode.succeeded(node)
                 if _is_stream(upstream):
                     return await self._stream(http, turn, node, upstream, first)
         if failed is None:
             return await self._answer(turn, node, upstream, first)
-        self._failed(turn, "decode", node, str(failed.status))
-        return failed
+        self._failed(turn, "decode", node, failed.kind)
+        headers = to_client(upstream.headers)
+        return Answer(failed.status, failed.content_type, failed.body, headers)
 
     async def _try_alone(
         self, http: web.Request, turn: Turn, node: Node
@@ -311,8 +310,9 @@ class Turns:
 
     async def _open(
         self, turn: Turn, node: Node, params: dict[str, Any] | None
-    ) -> tuple[Reply, bytes]:
-        """D's reply with its first bytes, or with all of them where it is no stream.
+    ) -> tuple[Reply, bytes, Failed | None]:
+        """D's reply with its first bytes, or with all of them where it is no stream, and whether
+        they say that it has failed: 5xx, or a 200 that is none.
 
         Raises Unreachable for a failure before the first byte.
         """
@@ -322,13 +322,10 @@ class Turns:
             if not _is_stream(upstream):
                 whole = await upstream.read()
                 turn.progress.leg_ends(upstream.status)
-                return upstream, whole
-            first = await upstream.read_some()
-            if not first:
-                raise AnswerError("a stream without a byte")
-            if only_opens(first):
-                first += await upstream.read_some()
-            return upstream, first
+                return upstream, whole, _failure(upstream, whole, turn.request.path)
+            beginning = await read_beginning(upstream, turn.request.path)
+            upstream.be_patient()
+            return upstream, beginning.data, beginning.failed
         except BaseException:
             # Whatever it is, such as a client that has gone: closing ends the request on D.
             upstream.close()
@@ -471,14 +468,11 @@ def _is_stream(upstream: Reply) -> bool:
     return upstream.status == 200 and upstream.content_type == _EVENT_STREAM
 
 
-def _failure(upstream: Reply, first: bytes) -> Answer | None:
-    """What a node has said that has failed before its first byte: 5xx, or a stream that begins with
-    such an error. None if it has not failed."""
-    sent = to_client(upstream.headers)
+def _failure(upstream: Reply, whole: bytes, path: str) -> Failed | None:
+    """Why a whole answer is the node's fault, if it is."""
     if upstream.status >= 500:
-        return Answer(upstream.status, upstream.content_type, first, sent)
-    error = first_error(first) if _is_stream(upstream) else None
-    return None if error is None else Answer(error.status, "application/json", error.body, sent)
+        return Failed(upstream.status, whole, str(upstream.status), upstream.content_type)
+    return whole_failure(whole, path) if upstream.status == 200 else None
 
 
 def _no_decode_node() -> ClientError:
