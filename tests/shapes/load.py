@@ -24,8 +24,12 @@ MOST = 1100
 
 @dataclass
 class Told:
-    """One turn as its client saw it. `began`: when the first event of a stream had come, or a whole
-    answer; `error`: of an answer that is none, or of a stream's last event; times are monotonic."""
+    """One turn as its client saw it; times are monotonic.
+
+    `began`: when the first event of a stream had come, or a whole answer; `finish`: the finish
+    reason; `whole`: it ended at the length that was asked for; `error`: of an answer that is none,
+    or of a stream's last event.
+    """
 
     conversation: str
     kind: Kind
@@ -36,6 +40,7 @@ class Told:
     began: float | None = None
     ended: float = 0.0
     said: list[Any] = field(default_factory=list)
+    finish: str | None = None
     whole: bool = False
     error: str = ""
     code: int | None = None
@@ -44,7 +49,8 @@ class Told:
     def __str__(self) -> str:
         begun = "had begun" if self.began is not None else "had not begun"
         how = "stream" if self.stream else "answer"
-        return f"{self.conversation} ({self.kind.name}, {how}, {begun}): {self.status} {self.error}"
+        end = self.error or f"finish_reason {self.finish}"
+        return f"{self.conversation} ({self.kind.name}, {how}, {begun}): {self.status} {end}"
 
 
 def say(
@@ -76,7 +82,9 @@ def say(
 
 def _take(told: Told, answer: dict[str, Any]) -> None:
     if told.status == httpx.codes.OK:
-        told.began, told.said, told.whole = time.monotonic(), told.kind.pieces(answer), True
+        told.began, told.said = time.monotonic(), told.kind.pieces(answer)
+        told.finish = answer["choices"][0]["finish_reason"]
+        told.whole = told.finish == "length"
     else:
         told.error = str(answer)
 
@@ -89,14 +97,16 @@ def _follow(told: Told, lines: Iterator[str], began: Callable[[], object]) -> No
         began()
         if line == "data: [DONE]":
             # An engine ends a stream with it that has failed, too.
-            told.whole = not told.error
+            told.whole = not told.error and told.finish == "length"
             return
         event = json.loads(line.removeprefix("data: "))
         if "error" in event:
             told.error, told.code = event["error"]["message"], event["error"]["code"]
             continue
         assert not told.error, "an error is the last event"
-        told.said += [piece for choice in event["choices"] for piece in _pieces(told.kind, choice)]
+        for choice in event["choices"]:
+            told.said += _pieces(told.kind, choice)
+            told.finish = choice["finish_reason"] or told.finish
 
 
 def _pieces(kind: Kind, choice: dict[str, Any]) -> list[Any]:
@@ -133,10 +143,14 @@ def go_on(kind: Kind, history: Any, said: Sequence[Any], seed: int, count: int =
 
 
 class Load:
-    """A few clients, each with one conversation after the other, until they are told to stop."""
+    """A few clients, each with one conversation after the other, until they are told to stop.
 
-    def __init__(self, router: RouterProcess, clients: int) -> None:
+    `name`: what the names of its conversations begin with.
+    """
+
+    def __init__(self, router: RouterProcess, clients: int, name: str = "load") -> None:
         self._router = router
+        self._name = name
         self._clients = clients
         self._stop = threading.Event()
         self._told: list[Told] = []
@@ -190,7 +204,7 @@ class Load:
                 talk, length, history, said = talk + 1, 0, [], []
             count = QUESTION if length else FIRST
             history = go_on(kind, history, said, 10_000 * number + turn, count)
-            name = f"load-{number}-{talk}"
+            name = f"{self._name}-{number}-{talk}"
             told = say(self._router, name, kind, history, stream=bool(turn % 2))
             self._told.append(told)
             # What was not answered is asked again with the next question.

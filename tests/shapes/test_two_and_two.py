@@ -1,10 +1,14 @@
-"""Two P and two D behind the router, under load, while first a P and then a D is killed."""
+"""Two P and two D behind the router, under load, while first a P and then a D is killed.
+
+Then the D comes back, and is asked to end; and so is the P that is left.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
@@ -23,14 +27,16 @@ from tools.cluster.router import RouterProcess, router
 __all__ = ["compared", "model_folder", "report"]
 
 LEASE_S = 6.0
-# P keeps for so long what no D reads.
-HANDOVER_S = 4
+# P keeps for so long what no D reads: longer than a D takes to meet it on a busy machine.
+HANDOVER_S = 10
 CLIENTS = 5
 # Conversations that are silent while D dies, and streams that it dies under: more than the clients'
 # turns, so that least loaded gives some of them to each D.
 RESTING, LONG = 6, 8
 LONG_TOKENS = 200
 WAIT_S = 60.0
+# More than what is under way takes.
+DRAIN_S = 30
 FIRST_TURN = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -48,7 +54,7 @@ def four(
         },
         prefill=RoleOptions(prefix_caching=True),
         decode=RoleOptions(kv_connector_extra_config={"decoder_kv_lease_duration": LEASE_S}),
-        args=("--enable-prompt-tokens-details",),
+        args=("--enable-prompt-tokens-details", "--shutdown-timeout", str(DRAIN_S)),
         env={"TORCHDYNAMO_DISABLE": "1"},
     )
     folder = tmp_path_factory.mktemp("two-and-two")
@@ -73,6 +79,7 @@ class Story:
     long: list[Told] = field(default_factory=list)
     resting: dict[str, list[Told]] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    up: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def survivors(self) -> tuple[Engine, Engine]:
@@ -91,7 +98,9 @@ class Story:
 def story(four: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     """The whole of it; the tests look at what it has left."""
     folder = tmp_path_factory.mktemp("two-and-two-router")
-    with router(four.prefill, four.decode, folder, report=lambda line: None) as running:
+    # A D that has come back gets its full share at once.
+    args = ("--slow-start", "0")
+    with router(four.prefill, four.decode, folder, args=args, report=lambda line: None) as running:
         told = Story(four, running, Load(running, CLIENTS))
         with told.load.running():
             told.load.wait_for_turns(3 * CLIENTS, WAIT_S)
@@ -104,6 +113,8 @@ def story(four: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
             for _ in range(2):
                 _come_back(told)
             _note_metrics(told)
+        # It loads while the tests look at what there was without it.
+        four.decode[0].start()
         yield told
 
 
@@ -124,27 +135,39 @@ def _rest(story: Story) -> None:
             story.nodes[name] = line["node"]
 
 
-def _kill_d_under_streams(story: Story) -> None:
-    """Each has shown its first event, and is far from its end."""
+@contextmanager
+def _streams(story: Story, name: str) -> Iterator[list[Told]]:
+    """Each has shown its first event, and is far from its end; what became of them comes last."""
     begun = [Event() for _ in range(LONG)]
 
     def stream(number: int) -> Told:
         history = begin(IDS, 800_000 + number)
-        name = f"long-{number}"
-        return say(story.router, name, IDS, history, True, LONG_TOKENS, begun[number].set)
+        talk = f"{name}-{number}"
+        return say(story.router, talk, IDS, history, True, LONG_TOKENS, begun[number].set)
 
+    ended: list[Told] = []
     with ThreadPoolExecutor(LONG) as pool:
         streams = [pool.submit(stream, number) for number in range(LONG)]
         assert all(one.wait(WAIT_S) for one in begun)
+        yield ended
+        ended += [one.result() for one in streams]
+
+
+def _kill_d_under_streams(story: Story) -> None:
+    with _streams(story, "long") as story.long:
         story.d_died = time.monotonic()
         story.four.decode[0].kill()
         story.d_was_dead = time.monotonic()
-        story.long = [one.result() for one in streams]
     dead = story.four.decode[0]
+    node = f"{dead.host}:{dead.port}"
+    _wait_until(lambda: not metric(story.router, "bidir_router_node_up", node=node))
+
+
+def _wait_until(so: Callable[[], object]) -> None:
     end = time.monotonic() + WAIT_S
-    while metric(story.router, "bidir_router_node_up", node=f"{dead.host}:{dead.port}"):
-        assert time.monotonic() < end, "the router does not see that D is down"
-        time.sleep(0.2)
+    while not so():
+        assert time.monotonic() < end, "it does not come to that"
+        time.sleep(0.1)
 
 
 def _come_back(story: Story) -> None:
@@ -161,6 +184,11 @@ def _note_metrics(story: Story) -> None:
         "peer_gone": {"outcome": "miss", "reason": "peer_gone"},
     }.items():
         story.metrics[name] = metric(story.router, "bidir_router_turns_total", **labels)
+    for role, engines in (("prefill", story.four.prefill), ("decode", story.four.decode)):
+        story.up[role] = [
+            metric(story.router, "bidir_router_node_up", role=role, node=f"{one.host}:{one.port}")
+            for one in engines
+        ]
 
 
 def test_nothing_fails_that_had_not_begun_to_stream(story: Story) -> None:
@@ -226,12 +254,8 @@ def test_the_routers_metrics_say_what_happened(story: Story) -> None:
     )
     assert story.metrics["peer_gone"] >= kept_by_the_dead
     assert story.metrics["hit"] > 0
-    for role, engines in (("prefill", story.four.prefill), ("decode", story.four.decode)):
-        up = [
-            metric(story.router, "bidir_router_node_up", role=role, node=f"{one.host}:{one.port}")
-            for one in engines
-        ]
-        assert up == [0, 1]
+    for role in ("prefill", "decode"):
+        assert story.up[role] == [0, 1]
         failed = metric(story.router, "bidir_router_leg_failures_total", leg=role)
         assert failed > 0
         assert metric(story.router, "bidir_router_retries_total", role=role) > 0
@@ -257,18 +281,84 @@ def test_nothing_stays_kept_for_the_dead(story: Story) -> None:
         assert "AssertionError" not in text and "EngineDeadError" not in text
 
 
-def test_what_d_says_of_a_lost_handover_the_router_takes_for_a_failure(story: Story) -> None:
-    """In a stream, after its 200: with the first event, or the one after a chat's opening."""
-    p, d = story.survivors
-    bodies = {}
+@dataclass
+class Drained:
+    """What clients saw while a D and then a P were asked to end.
+
+    `on_d`: requests under way on D as it was asked; `unread`: some for what P had computed for no
+    D; `times`: when each role was asked, and when it had ended.
+    """
+
+    p: Engine
+    d: Engine
+    load: Load
+    unread: list[tuple[Kind, dict[str, object]]]
+    long: list[Told] = field(default_factory=list)
+    on_d: float = 0.0
+    times: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def end(self, engine: Engine) -> None:
+        asked = time.monotonic()
+        engine.ask_to_stop()
+        _wait_until(lambda: not engine.is_alive())
+        self.times[engine.role] = asked, time.monotonic()
+
+
+@pytest.fixture(scope="module")
+def drained(story: Story) -> Drained:
+    """One D is left in the end: it serves alone."""
+    p, d = story.four.prefill[1], story.four.decode[0]
+    d.wait()
+    _wait_until(lambda: metric(story.router, "bidir_router_node_up", node=f"{d.host}:{d.port}"))
+    told = Drained(p, d, Load(story.router, CLIENTS, "drained"), _hand_over(p))
+    with told.load.running():
+        told.load.wait_for_turns(CLIENTS, WAIT_S)
+        with _streams(story, "drained-long") as told.long:
+            told.on_d = metric(d, "vllm:num_requests_running")
+            told.end(d)
+        told.end(p)
+        told.load.wait_for_turns(CLIENTS, WAIT_S)
+    return told
+
+
+def _hand_over(p: Engine) -> list[tuple[Kind, dict[str, object]]]:
+    unread = []
     for number, kind in enumerate((IDS, CHAT)):
         history = kind.body(begin(kind, 700_000 + number))
-        body = {"model": d.model, "max_tokens": 4, "temperature": 0, **history}
+        body = {"model": p.model, "max_tokens": 4, "temperature": 0, **history}
         handed = _post(p, kind, {**body, "max_tokens": 1, "kv_transfer_params": FIRST_TURN})
         params = handed.json()["kv_transfer_params"]
-        bodies[number] = (kind, {**body, "stream": True, "kv_transfer_params": params})
-    p.kill()
-    for kind, body in bodies.values():
+        unread.append((kind, {**body, "stream": True, "kv_transfer_params": params}))
+    return unread
+
+
+def test_no_client_sees_that_a_d_and_a_p_are_asked_to_end(drained: Drained) -> None:
+    told = [*drained.load.told, *drained.long]
+    broken = [str(one) for one in told if not one.whole]
+    assert not broken, broken
+    assert all(len(one.said) == LONG_TOKENS for one in drained.long)
+    asked, ended = drained.times["decode"]
+    meanwhile = [one for one in drained.load.told if asked < one.sent < ended]
+    assert {one.kind.name for one in meanwhile} == {IDS.name, CHAT.name}
+    assert {one.stream for one in meanwhile} == {True, False}
+    asked, ended = drained.times["prefill"]
+    assert any(asked < one.sent < ended for one in drained.load.told)
+
+
+def test_they_end_by_themselves_when_they_have_finished(drained: Drained) -> None:
+    assert drained.on_d > 0
+    for engine in (drained.p, drained.d):
+        text = engine.log_path.read_text(encoding="utf-8", errors="replace")
+        assert "mode=drain" in text and "Application shutdown complete" in text
+        assert "force killing" not in text
+
+
+def test_what_d_says_of_a_lost_handover_the_router_takes_for_a_failure(
+    story: Story, drained: Drained
+) -> None:
+    """In a stream, after its 200: with the first event, or the one after a chat's opening."""
+    d = story.survivors[1]
+    for kind, body in drained.unread:
         answer = _post(d, kind, body)
         if answer.status_code == httpx.codes.OK:
             beginning = Beginning(kind.path)
