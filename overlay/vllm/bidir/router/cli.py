@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from vllm.bidir.router.app import Router
+from vllm.bidir.router.log_lines import LogLines
 from vllm.bidir.router.options import RouterOptions, parse
 from vllm.bidir.router.runtime import (
     calm_garbage_collector,
@@ -26,13 +27,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     made, or what runs beside the requests has failed."""
     options = parse(argv)
     logging.basicConfig(
-        stream=sys.stderr,
+        handlers=[LogLines(sys.stderr)],
         level=logging.INFO,
         format="%(levelname)s %(asctime)s [router] %(message)s",
         datefmt="%m-%d %H:%M:%S",
     )
     # The format has no use for them, and looking them up costs an eighth of a line.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None  # as logging's HOWTO says: nobody asks from where a line comes
     try:
         return 0 if _serve(options) else 1
     except TracingError as error:

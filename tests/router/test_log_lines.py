@@ -1,0 +1,105 @@
+"""Log lines come in order, those of one round of the loop in one write, and none is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from vllm.bidir.router.log_lines import LogLines
+
+OVERLAY = Path(__file__).resolve().parents[2] / "overlay"
+
+
+class Writes(io.StringIO):
+    """Remembers each write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.seen.append(text)
+        return super().write(text)
+
+
+@pytest.fixture
+def writes() -> Writes:
+    return Writes()
+
+
+@pytest.fixture
+def logger(writes: Writes) -> Iterator[logging.Logger]:
+    made = logging.Logger("lines", logging.INFO)
+    handler = LogLines(writes)
+    made.addHandler(handler)
+    yield made
+    handler.close()
+
+
+async def test_the_lines_of_one_round_are_written_behind_it_at_once(
+    logger: logging.Logger, writes: Writes
+) -> None:
+    said = ["one"]
+    logger.info("%s", said)
+    said.append("two")
+    logger.info("%s", said)
+    assert writes.seen == []
+    await asyncio.sleep(0)
+    assert writes.seen == ["['one']\n['one', 'two']\n"]
+    logger.info("later")
+    await asyncio.sleep(0)
+    assert writes.seen[1:] == ["later\n"]
+
+
+async def test_a_warning_is_written_at_once_and_overtakes_nothing(
+    logger: logging.Logger, writes: Writes
+) -> None:
+    logger.info("before")
+    logger.warning("now")
+    assert "".join(writes.seen) == "before\nnow\n"
+    await asyncio.sleep(0)
+    assert "".join(writes.seen) == "before\nnow\n"
+
+
+def test_without_a_loop_each_line_is_written_at_once(
+    logger: logging.Logger, writes: Writes
+) -> None:
+    logger.info("one")
+    assert writes.seen == ["one\n"]
+
+
+async def test_a_line_that_cannot_be_made_takes_no_other_with_it(
+    logger: logging.Logger, writes: Writes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger.info("before")
+    logger.info("%d", "no number")
+    logger.info("behind")
+    await asyncio.sleep(0)
+    assert writes.getvalue() == "before\nbehind\n"
+    assert "no number" in capsys.readouterr().err  # logging's own word about it
+
+
+def test_the_end_of_the_process_loses_no_line() -> None:
+    ends = (
+        "import asyncio, logging, sys\n"
+        "from vllm.bidir.router.log_lines import LogLines\n"
+        "logging.basicConfig(handlers=[LogLines(sys.stderr)], level=logging.INFO)\n"
+        "async def main():\n"
+        "    logging.info('the last')\n"
+        "    sys.exit(3)\n"
+        "asyncio.run(main())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", ends],
+        env={"PYTHONPATH": str(OVERLAY)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 3 and "the last" in done.stderr
