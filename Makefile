@@ -45,12 +45,12 @@ import: $(BUILD_ENV)/.made ## make a patch of an upstream diff: make import DIFF
 refresh: $(BUILD_ENV)/.made ## rebase the patches: make refresh TO=0.30.0 [CONTINUE=1 | DRY_RUN=1]
 	@$(TOOL) refresh --to $(TO) $(if $(CONTINUE),--continue) $(if $(DRY_RUN),--dry-run)
 
-# Those that compare files and need no time of their own run two at a time; engines, and whatever
-# looks at the clock, have the cores to themselves.
+# Those that compare files, and schedulers without engines, run two at a time; engines, and whatever
+# looks at the clock closely, have the cores to themselves.
 test: $(TEST_ENV)/.made ## everything, CPU only
-	@$(MAKE) --no-print-directory lint test-fast test-connector
+	@$(MAKE) --no-print-directory lint test-fast
 	@$(MAKE) --no-print-directory -j2 --output-sync=target \
-		test-wheel test-patches test-upstream test-deploy
+		test-wheel test-patches test-connector test-upstream test-deploy
 	@$(MAKE) --no-print-directory test-e2e test-faults test-leases test-shapes bench-smoke
 
 # 10,000 histories for each setting of P's cache; 6 groups of 34 conversations.
