@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,17 +115,22 @@ def metric(server: Engine | RouterProcess, name: str, **labels: str) -> float:
     )
 
 
-def outcomes(server: RouterProcess) -> dict[str, int]:
-    """The router's count of turns: ``hit``, and the misses by reason."""
+def by_outcome(server: Engine | RouterProcess, name: str) -> dict[str, int]:
+    """Sums of a counter by its ``reason``, or by its ``outcome`` where it has none."""
     with http() as client:
         text = client.get(f"{server.url}/metrics").text
-    counted = {
-        sample.labels["reason"] or sample.labels["outcome"]: int(sample.value)
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == "bidir_router_turns_total"
-    }
-    return counted
+    found: Counter[str] = Counter()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == name:
+                became = sample.labels["reason"] or sample.labels["outcome"]
+                found[became] += int(sample.value)
+    return dict(found)
+
+
+def outcomes(server: RouterProcess) -> dict[str, int]:
+    """The router's count of turns: ``hit``, and the misses by reason."""
+    return by_outcome(server, "bidir_router_turns_total")
 
 
 @dataclass(frozen=True)

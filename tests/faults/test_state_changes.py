@@ -28,11 +28,6 @@ from tests.faults.turns import (
 from tools.cluster import Cluster, Engine
 
 
-def reset(d: Engine) -> None:
-    """What blocks hold has lost its meaning; they stay where they are."""
-    clear_cache_now(d)
-
-
 def recycle(d: Engine) -> None:
     """The turn's time is over, and other requests write over its blocks."""
     time.sleep(TTL_S + 1)
@@ -40,7 +35,8 @@ def recycle(d: Engine) -> None:
         decode(d, tokens(("recycle", number, time.time()), 1900), None)
 
 
-CHANGES: dict[str, Callable[[Engine], None]] = {"reset": reset, "recycled": recycle}
+# After a reset what blocks hold has lost its meaning; they stay where they are.
+CHANGES: dict[str, Callable[[Engine], object]] = {"reset": clear_cache_now, "recycled": recycle}
 
 
 @pytest.mark.parametrize("point", POINTS)

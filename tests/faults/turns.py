@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.oracle import IDS, Compared, ask, compare
-from tests.e2e.turns import http, metric
+from tests.e2e.turns import by_outcome, metric
 from tests.faults.conftest import TIMEOUT_S, TTL_S
 from tools.cluster import Cluster, Engine
 from tools.cluster.tokenizer import GENERATED_IDS
 
+_READ_BACKS = "vllm:bidir_read_back_total"
 FIRST_TURN = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -58,35 +58,22 @@ def check_right(engine: Engine, prompt: list[int], compared: Compared) -> None:
 
 def lost(engine: Engine, reason: str) -> float:
     """How many read-backs the engine has recomputed for this reason."""
-    return metric(engine, "vllm:bidir_read_back_total", outcome="recompute", reason=reason)
+    return metric(engine, _READ_BACKS, outcome="recompute", reason=reason)
 
 
 def read(engine: Engine) -> float:
     """How many read-backs the engine has made."""
-    return metric(engine, "vllm:bidir_read_back_total", outcome="read")
-
-
-def became_of_reads(engine: Engine) -> dict[str, float]:
-    """How many read-backs were made (``read``), and how many were not, by reason."""
-    with http() as client:
-        text = client.get(f"{engine.url}/metrics").text
-    found: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name == "vllm:bidir_read_back_total":
-                became = sample.labels["reason"] or sample.labels["outcome"]
-                found[became] = found.get(became, 0.0) + sample.value
-    return found
+    return metric(engine, _READ_BACKS, outcome="read")
 
 
 @contextmanager
 def reads_back(engine: Engine) -> Iterator[None]:
     """One read-back is made inside the block, and none is lost."""
-    before = became_of_reads(engine)
+    before = by_outcome(engine, _READ_BACKS)
     began = time.monotonic()
     yield
-    now = became_of_reads(engine)
-    found = {name: count - before.get(name, 0.0) for name, count in now.items()}
+    now = by_outcome(engine, _READ_BACKS)
+    found = {name: count - before.get(name, 0) for name, count in now.items()}
     found = {name: count for name, count in found.items() if count}
     took = time.monotonic() - began
     assert found == {"read": 1}, f"{engine.name}: not one read-back but {found} in {took:.1f} s"
