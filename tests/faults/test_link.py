@@ -9,8 +9,7 @@ from vllm.bidir.connector.links import LEAST_BACK_OFF_S, SUSPECT_S
 
 from tests.e2e.oracle import IDS, Compared, compare
 from tests.faults.points import FaultPoints
-from tests.faults.test_state_changes import reset
-from tests.faults.turns import decode, in_background, lost, prefill, read, tokens, turn
+from tests.faults.turns import clear_cache, decode, in_background, lost, prefill, read, tokens, turn
 from tools.cluster import Cluster
 
 # A probe takes a moment, and so does the turn that asks for it.
@@ -23,7 +22,7 @@ TAKES_S = SUSPECT_S + 1
 def second_turn(pair: Cluster, seed: object) -> tuple[list[int], Any]:
     """A prompt that D has most of and P nothing, and D's params for it."""
     history, kept = turn(pair, tokens(seed, 600))
-    reset(pair.prefill[0])
+    clear_cache(pair.prefill[0])
     return history + tokens("more", 20), kept
 
 
