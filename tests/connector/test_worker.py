@@ -54,6 +54,7 @@ class FakeNixl:
     def __init__(self) -> None:
         self.posted: list[tuple[Any, ...]] = []
         self.notifications: list[bytes | None] = []
+        self.told: list[tuple[str, bytes]] = []
         self.states = ["DONE"]
         self.released = 0
 
@@ -67,6 +68,9 @@ class FakeNixl:
 
     def check_xfer_state(self, handle: int) -> str:
         return self.states.pop(0) if self.states else "DONE"
+
+    def send_notif(self, agent: str, notif_msg: bytes) -> None:
+        self.told.append((agent, notif_msg))
 
     def get_xfer_telemetry(self, handle: int) -> Any:
         return SimpleNamespace(xferDuration=1, postDuration=1, totalBytes=1, descCount=1)

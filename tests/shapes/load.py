@@ -45,6 +45,7 @@ class Told:
     error: str = ""
     code: int | None = None
     reuse: str = ""
+    request_id: str = ""
 
     def __str__(self) -> str:
         begun = "had begun" if self.began is not None else "had not begun"
@@ -70,6 +71,7 @@ def say(
     try:
         with http() as client, client.stream("POST", url, json=body, headers=headers) as answer:
             told.status, told.reuse = answer.status_code, answer.headers.get("x-kv-reuse", "")
+            told.request_id = answer.headers.get("x-request-id", "")
             if stream and answer.status_code == httpx.codes.OK:
                 _follow(told, answer.iter_lines(), began)
             else:

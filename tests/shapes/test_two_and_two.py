@@ -224,8 +224,26 @@ def test_what_is_answered_after_each_death_is_right(story: Story, compared: Comp
     near = [sorted(told, key=lambda one: abs(one.ended - at))[:6] for at in died]
     rest = [told[-1] for told in story.resting.values()]
     for one in [*near[0], *near[1], *rest]:
-        answer = _answer(one)
-        compare(one.kind, story.survivors[1], one.history, answer, True, compared, ignore_eos=True)
+        answer, d = _answer(one), story.survivors[1]
+        try:
+            compare(one.kind, d, one.history, answer, True, compared, ignore_eos=True)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{_evidence(story, one)}") from error
+
+
+def _evidence(story: Story, told: Told) -> str:
+    """When it was served, and what the logs say of it and of transfers that went wrong."""
+    times = (told.sent, told.began, told.ended, story.p_died, story.d_died, story.d_was_dead)
+    words = (told.request_id, "handover req=", "invalid KV", "expired KV", "given up", "Failing")
+    lines = [f"{told}, {told.reuse}; sent, began, ended, P died, D died, D was dead: {times}"]
+    logs = [
+        story.router.log_path,
+        *(one.log_path for one in (*story.four.prefill, *story.four.decode)),
+    ]
+    for log in logs:
+        found = log.read_text(errors="replace").splitlines()
+        lines += [f"{log.stem}: {line}" for line in found if any(word in line for word in words)]
+    return "\n".join(lines)
 
 
 def _answer(told: Told) -> dict[str, object]:

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HOLD and CONFIRM on NIXL's side channel: msgpack in, msgpack out, nothing trusted.
+"""HOLD, CONFIRM and CLAIM on NIXL's side channel: msgpack in, msgpack out, nothing trusted.
+
+P asks D about a read-back, D asks P about a handover:
 
     HOLD     [HOLD, lease_id]             -> [epoch, engine_id, agents, tp_size, block_ids,
                                               valid_tokens, digest]
     CONFIRM  [CONFIRM, lease_id, epoch]   -> true or false
+    CLAIM    [CLAIM, request_id, reader]  -> seconds for which it stands at the least; 0: it stands
     gone, or not understood               -> nil
 
 The base's own message is [GET_META, pp_rank, tp_rank] and is answered as the base answers it.
@@ -11,15 +14,20 @@ The base's own message is [GET_META, pp_rank, tp_rank] and is answered as the ba
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from vllm.bidir.connector.handed import HandedOver
 from vllm.bidir.connector.kept import KeptTurns
 
 HOLD = b"bidir_hold/1"
 CONFIRM = b"bidir_confirm/1"
+CLAIM = b"bidir_claim/1"
 _MAX_LEASE_ID = 64
+# Of request and engine ids that a claim names: clients have a say in them.
+MAX_NAME = 512
 _MAX_MESSAGE = 4096
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -40,6 +48,7 @@ class HoldAnswer(msgspec.Struct, array_like=True, frozen=True):
 
 _HOLD_ANSWER = msgspec.msgpack.Decoder(HoldAnswer | None)
 _CONFIRM_ANSWER = msgspec.msgpack.Decoder(bool | None)
+_CLAIM_ANSWER = msgspec.msgpack.Decoder(float | None)
 
 
 class MalformedMessageError(Exception):
@@ -52,6 +61,10 @@ def ask_hold(lease_id: str) -> bytes:
 
 def ask_confirm(lease_id: str, epoch: int) -> bytes:
     return _encode((CONFIRM, lease_id, epoch))
+
+
+def ask_claim(request_id: str, reader: str) -> bytes:
+    return _encode((CLAIM, request_id, reader))
 
 
 def read_hold(answer: bytes) -> HoldAnswer | None:
@@ -70,8 +83,19 @@ def read_confirm(answer: bytes) -> bool:
         raise MalformedMessageError(str(error)) from error
 
 
+def read_claim(answer: bytes) -> float | None:
+    """Seconds for which the handover stands at the least, None if it is gone."""
+    try:
+        stands_s = _CLAIM_ANSWER.decode(answer)
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+        raise MalformedMessageError(str(error)) from error
+    if stands_s is not None and not 0 <= stands_s < math.inf:
+        raise MalformedMessageError(f"{stands_s} s")
+    return stands_s
+
+
 class SideChannel:
-    """D's answers to all messages of the side channel."""
+    """An engine's answers to all messages of the side channel, as D and as P."""
 
     def __init__(
         self,
@@ -82,11 +106,14 @@ class SideChannel:
         get_meta: bytes,
         clock: Callable[[], float],
         agents: Sequence[bytes] = (),
+        handed: HandedOver | None = None,
     ) -> None:
         """`metadata` are the encoded handshake payloads by (pp_rank, tp_rank); `get_meta` is the
         base's word for asking for one; `clock` is the one that stamps block expiry; `agents` are
         this engine's own, by rank."""
         self._kept = kept
+        # Not `or`: an empty list is the engine's own all the same.
+        self._handed = HandedOver(clock) if handed is None else handed
         self._engine_id = engine_id
         self._tp_size = tp_size
         self._agents = list(agents)
@@ -109,6 +136,8 @@ class SideChannel:
             return [_encode(self._hold(rest[0]))]
         if word == CONFIRM and len(rest) == 2 and _is_lease(rest[0]) and type(rest[1]) is int:
             return [_encode(self._kept.confirm(rest[0], rest[1]))]
+        if word == CLAIM and len(rest) == 2 and all(is_name(name) for name in rest):
+            return [_encode(self._handed.claim(rest[0], rest[1]))]
         if word == self._get_meta and len(rest) == 2 and all(type(rank) is int for rank in rest):
             payload = self._metadata.get((rest[0], rest[1]))
             if payload is None:
@@ -130,6 +159,11 @@ class SideChannel:
             turn.valid_tokens,
             turn.digest,
         )
+
+
+def is_name(value: object) -> bool:
+    """Whether a claim can name it."""
+    return isinstance(value, str) and 0 < len(value) <= MAX_NAME
 
 
 def _is_lease(value: object) -> bool:

@@ -12,27 +12,31 @@ from vllm.bidir.connector.decision import Source
 from vllm.bidir.connector.messages import (
     HoldAnswer,
     MalformedMessageError,
+    ask_claim,
     ask_confirm,
     ask_hold,
+    read_claim,
     read_confirm,
     read_hold,
 )
 from vllm.bidir.reasons import Reason
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import zmq_ctx
-from vllm.utils.network_utils import make_zmq_path
+from vllm.utils.network_utils import make_zmq_path, make_zmq_socket
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What came of a question: `hold` or `stood`, or the reason why there is no answer.
+    """What came of a question: `hold`, `stood` or `stands_s`, or the reason why there is no answer.
 
-    `address` is whom it was put to; None when it was put to nobody. `source` is what HOLD was
-    about.
+    `asked` (monotonic seconds) is when it was put, `seconds` how long that took, `address` whom it
+    was put to; None when it was put to nobody. `source` is what HOLD was about. `stands_s`: for so
+    long from `asked` on, at the least, what was claimed stands; 0: it stood when P answered.
     """
 
     hold: HoldAnswer | None = None
     stood: bool = False
+    stands_s: float | None = None
     reason: Reason | None = None
+    asked: float = 0.0
     seconds: float = 0.0
     address: tuple[str, int] | None = None
     source: Source | None = None
@@ -58,6 +62,16 @@ def confirm(host: str, port: int, lease_id: str, epoch: int, timeout_s: float) -
     return _ask(host, port, ask_confirm(lease_id, epoch), timeout_s, understand)
 
 
+def claim(host: str, port: int, request_id: str, reader: str, timeout_s: float) -> Asked:
+    """CLAIM. A handover that is gone, or another reader's, is Reason.EXPIRED."""
+
+    def understand(frame: bytes) -> Asked:
+        stands_s = read_claim(frame)
+        return Asked(stands_s=stands_s, reason=Reason.EXPIRED if stands_s is None else None)
+
+    return _ask(host, port, ask_claim(request_id, reader), timeout_s, understand)
+
+
 _FAILURES = (zmq.ZMQError, MalformedMessageError, ValueError)
 
 
@@ -69,11 +83,13 @@ def _ask(
         asked = understand(_exchange(host, port, message, timeout_s))
     except _FAILURES as error:
         asked = Asked(reason=_reason(error))
-    return replace(asked, seconds=time.monotonic() - begun, address=(host, port))
+    return replace(asked, asked=begun, seconds=time.monotonic() - begun, address=(host, port))
 
 
 def _exchange(host: str, port: int, message: bytes, timeout_s: float) -> bytes:
-    with zmq_ctx(zmq.REQ, make_zmq_path("tcp", host, port)) as socket:
+    # The process's own context: one for each question costs more than the question.
+    path = make_zmq_path("tcp", host, port)
+    with make_zmq_socket(zmq.Context.instance(), path, zmq.REQ, bind=False, linger=0) as socket:
         socket.setsockopt(zmq.SNDTIMEO, int(timeout_s * 1000))
         socket.setsockopt(zmq.RCVTIMEO, int(timeout_s * 1000))
         socket.send(message)

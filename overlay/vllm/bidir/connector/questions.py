@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HOLD and CONFIRM in threads of their own: the engine's step only picks up answers."""
+"""HOLD, CONFIRM and CLAIM in threads of their own: the engine's step only picks up answers."""
 
 from __future__ import annotations
 
@@ -30,10 +30,13 @@ class Questions:
     def __init__(self, timeout_s: float) -> None:
         self.holds: SimpleQueue[tuple[str, peer.Asked]] = SimpleQueue()
         self.confirms: SimpleQueue[tuple[str, peer.Asked]] = SimpleQueue()
+        self.claims: SimpleQueue[tuple[str, peer.Asked]] = SimpleQueue()
         self._timeout_s = timeout_s
         self._holders = ThreadPoolExecutor(_THREADS, thread_name_prefix="bidir_hold")
         # Apart: the holds of silent peers must not delay what is all but done.
         self._confirmers = ThreadPoolExecutor(_THREADS, thread_name_prefix="bidir_confirm")
+        # Of handovers, which an engine reads that reads nothing back.
+        self._claimers = ThreadPoolExecutor(_THREADS, thread_name_prefix="bidir_claim")
         # Apart, too: nobody waits for these.
         self._leavers = ThreadPoolExecutor(1, thread_name_prefix="bidir_let_go")
         self._silent_until: dict[tuple[str, int], float] = {}
@@ -43,6 +46,7 @@ class Questions:
         self._closed = True
         self._holders.shutdown(wait=False, cancel_futures=True)
         self._confirmers.shutdown(wait=False, cancel_futures=True)
+        self._claimers.shutdown(wait=False, cancel_futures=True)
         self._leavers.shutdown(wait=False, cancel_futures=True)
 
     def hold(self, request_id: str, source: Source) -> None:
@@ -64,6 +68,22 @@ class Questions:
             lambda: peer.confirm(source.host, source.port, source.lease_id, epoch, timeout),
         )
 
+    def claim(
+        self, request_id: str, address: tuple[str, int], remote_request_id: str, reader: str
+    ) -> None:
+        """Ask P at `address` whether its blocks of `remote_request_id` stand for this reader."""
+        self._claimers.submit(
+            _ask,
+            self.claims,
+            request_id,
+            lambda: self._claim(address, remote_request_id, reader),
+        )
+
+    def _claim(self, address: tuple[str, int], request_id: str, reader: str) -> peer.Asked:
+        if self._was_silent(address):
+            return peer.Asked(reason=Reason.PEER_GONE)
+        return peer.claim(*address, request_id, reader, self._timeout_s)
+
     def let_go(self, source: Source, epoch: int) -> None:
         """End a hold whose blocks are not read, or no longer; what D answers changes nothing.
 
@@ -80,7 +100,10 @@ class Questions:
 
     def is_silent(self, source: Source) -> bool:
         """Whether the peer has lately not answered."""
-        return self._silent_until.get((source.host, source.port), 0.0) > time.monotonic()
+        return self._was_silent((source.host, source.port))
+
+    def _was_silent(self, address: tuple[str, int]) -> bool:
+        return self._silent_until.get(address, 0.0) > time.monotonic()
 
     def note(self, asked: peer.Asked) -> None:
         """Remember whether the peer that was asked is there."""
@@ -109,7 +132,7 @@ def _ask(
     try:
         asked = question()
     except Exception:
-        logger.exception("read-back req=%s: the peer could not be asked", request_id)
+        logger.exception("req=%s: its peer could not be asked", request_id)
         asked = peer.Asked(reason=Reason.PEER_GONE)
     answers.put((request_id, asked))
 

@@ -163,6 +163,12 @@ class ReadingWorker(MeetingWorker):
             logger.warning("req=%s: its params do not fit its prompt or its peer", request_id)
             self._handle_failed_transfer(request_id, None)
             return
+        # Tells P, when all have come, that it may free them.
+        notice = f"{remote_request_id}:{expected_consumers}".encode()
+        rank = read_spec.remote_rank
+        reads = any(map(len, read_spec.local_block_ids))
+        if not reads and self._told_by_read(request_id, rank, notice) is None:
+            return
         pairs = self._pairs(read_spec, dst_engine_id)
         if pairs is None:
             super()._read_blocks(
@@ -177,17 +183,21 @@ class ReadingWorker(MeetingWorker):
             return
         read = self._descriptors(
             dst_engine_id,
-            read_spec.remote_rank,
+            rank,
             pairs,
             local_xfer_side_handle,
             remote_xfer_side_handle,
-            # Tells P, when all have come, that it may free them.
-            f"{remote_request_id}:{expected_consumers}".encode(),
+            self._told_by_read(request_id, rank, notice),
         )
         if read is None:
             self._handle_failed_transfer(request_id, None)
             return
-        self._post(request_id, dst_engine_id, read_spec.remote_rank, read)
+        self._post(request_id, dst_engine_id, rank, read)
+
+    def _told_by_read(self, request_id: str, rank: int, notice: bytes) -> bytes | None:
+        """What P's rank is told as soon as it has been read from, or at once where there is nothing
+        to read; None: it will be told later."""
+        return notice
 
     def _fits(self, read_spec: ReadSpec, engine_id: str) -> bool:
         """Whether a handover's params name blocks that there are, and enough of them.

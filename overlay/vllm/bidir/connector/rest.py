@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 # How often READs that were given up are looked after.
 WATCH_S = 2.0
+# When it is looked for the answer of a peer that was asked on behalf of nobody who waits.
+LOOKS_S = (0.1, 0.5, 2.5)
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Rest:
         self._waits: dict[str, _Wait] = {}
         self._leased: set[str] = set()
         self._last_step = 0.0
+        self._looks: list[float] = []
         self.stopped = False
 
     def __len__(self) -> int:
@@ -58,6 +61,11 @@ class Rest:
         self._waits.pop(request_id, None)
         self._leased.discard(request_id)
 
+    def look_again(self) -> None:
+        """Something is asked in the next step whose answer needs a further one."""
+        now = self._clock()
+        self._looks = [now + seconds for seconds in (0.0, *LOOKS_S)]
+
     def stop(self) -> None:
         """From now on what waits for its reader is work, as in the base."""
         self.stopped = True
@@ -65,6 +73,8 @@ class Rest:
     def stepped(self) -> None:
         """A step has been scheduled, for whatever reason."""
         self._last_step = self._clock()
+        if self._looks:
+            self._looks = [one for one in self._looks if one > self._last_step]
 
     def is_due(self) -> bool:
         """Whether an engine without other work should step now."""
@@ -73,7 +83,8 @@ class Rest:
 
     def seconds_left(self) -> float | None:
         """Until a step is due; None when an idle engine may sleep until it is asked."""
-        times = [max(one.due, self._last_step + one.interval_s) for one in self._waits.values()]
+        times = self._looks[:1]
+        times += [max(one.due, self._last_step + one.interval_s) for one in self._waits.values()]
         if self._watched:
             times.append(self._last_step + WATCH_S)
         left = self._leases_left()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheduler's side of verified read-back: D keeps and proves turns, P decides what to read.
 
+Handovers, too: P notes which it keeps for a D, and D which it can ask P about (handed.py).
+
 On D, `request_finished` makes proof and lease of a turn. On P, `get_num_new_matched_tokens`
 answers from the proof, `update_state_after_alloc` takes the one attempt that a request has, and
 `build_connector_meta` orders it from the workers.
@@ -15,14 +17,15 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from vllm.bidir.connector import agents, support
+from vllm.bidir.connector import agents, handed, support
 from vllm.bidir.connector.decision import Match, gain, match
 from vllm.bidir.connector.fingerprint import fingerprint
 from vllm.bidir.connector.given_up import WrittenBlocks
+from vllm.bidir.connector.handed import HandedOver
 from vllm.bidir.connector.kept import KeptTurn, KeptTurns, new_lease_id
 from vllm.bidir.connector.leases import LeaseOptions, Leases
 from vllm.bidir.connector.listener import start_listener
-from vllm.bidir.connector.messages import SideChannel
+from vllm.bidir.connector.messages import SideChannel, is_name
 from vllm.bidir.connector.options import read_options
 from vllm.bidir.connector.outcome import Outcome, WorkerReport
 from vllm.bidir.connector.placing import last_blocks, only_group, place
@@ -89,6 +92,9 @@ class BidirScheduler(NixlPullConnectorScheduler):
         self._orders: dict[str, ReadBack] = {}
         self._outcomes: dict[str, Outcome] = {}
         self._handovers: dict[str, tuple[bytes, ...]] = {}
+        # Those whose P can be asked whether it still has them.
+        self._claims: set[str] = set()
+        self.handed = HandedOver()
         self._speed = PrefillSpeed()
         # Of the request that is asked about next: the scheduler goes through them one by one.
         self._placing_s = 0.0
@@ -232,7 +238,18 @@ class BidirScheduler(NixlPullConnectorScheduler):
             named = agents.parse_agents(params.get(agents.PARAM))
             if named is not None:
                 self._handovers[request.request_id] = named
+            self._claim(request)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def _claim(self, request: Request) -> None:
+        """Have the workers claim its handover, if P can be asked."""
+        params = request.kv_transfer_params or {}
+        if (
+            params.get(handed.PARAM) == handed.VERSION
+            and is_name(params.get("remote_request_id"))
+            and is_name(self.engine_id)
+        ):
+            self._claims.add(request.request_id)
 
     def _attempt(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Take the request's one attempt: order the read, or count why there is none."""
@@ -297,6 +314,7 @@ class BidirScheduler(NixlPullConnectorScheduler):
         # Beside the base's own orders; its class travels unchanged.
         meta.read_backs, self._read_backs = self._read_backs, {}
         meta.agents, self._handovers = self._handovers, {}
+        meta.claims, self._claims = self._claims, set()
         self.rest.stepped()
         return meta
 
@@ -339,11 +357,18 @@ class BidirScheduler(NixlPullConnectorScheduler):
         self._local.pop(request.request_id, None)
         self._attempted.discard(request.request_id)
         self._note_speed(request)
+        if (request.kv_transfer_params or {}).get("do_remote_prefill"):
+            # It was aborted before it was scheduled: P is told that it may free its blocks.
+            self._claim(request)
+            self.rest.look_again()
         keeps, params = super().request_finished(request, block_ids)
         if params is not None:
             if params["do_remote_prefill"]:
                 # P's answer: a router gives D's state only to a P that verifies it.
                 params = {**params, "readback": 1, agents.PARAM: agents.to_params(self._agents)}
+                if keeps and is_name(request.request_id):
+                    self.handed.add(request.request_id, self._reqs_need_send[request.request_id])
+                    params[handed.PARAM] = handed.VERSION
                 # Its reader may be done at any time.
                 due, interval = 0.0, self._kv_lease_duration / 10
             else:
@@ -454,6 +479,7 @@ class BidirScheduler(NixlPullConnectorScheduler):
             self._ended -= sent
         for request_id in connector_output.finished_sending or ():
             self.kept.end(request_id)
+            self.handed.end(request_id)
             self.rest.end(request_id)
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
@@ -489,7 +515,7 @@ class BidirScheduler(NixlPullConnectorScheduler):
     def set_xfer_handshake_metadata(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Serve handshakes, HOLD and CONFIRM from one thread that no message can end."""
+        """Serve handshakes, HOLD, CONFIRM and CLAIM from one thread that no message can end."""
         encoder = msgspec.msgpack.Encoder()
         encoded: dict[tuple[int, int], bytes] = {}
         for ranks, payload in metadata.items():
@@ -508,6 +534,7 @@ class BidirScheduler(NixlPullConnectorScheduler):
             GET_META_MSG,
             time.perf_counter,
             self._agents,
+            self.handed,
         )
         self._nixl_handshake_listener_t = start_listener(
             channel, self.side_channel_host, self.side_channel_port, self._stop_event

@@ -28,6 +28,7 @@ _KEY = "read_backs"
 READ = "read"
 RECOMPUTE = "recompute"
 
+_LOST = "lost_handovers"
 _LEASES = "leases"
 _TRANSFERS = "transfers"
 READ_BACK = "read_back"
@@ -47,6 +48,8 @@ class BidirStats(NixlKVConnectorStats):
         self.data[_KEY] = []
         # [direction, engine id, descriptors, seconds to post, seconds to its end, bytes]
         self.data[_TRANSFERS] = []
+        # Why each handover that was lost does not count.
+        self.data[_LOST] = []
         # At most one: what is kept after the last change.
         self.data[_LEASES] = []
 
@@ -73,6 +76,10 @@ class BidirStats(NixlKVConnectorStats):
         """A read-back was given up; its prompt is computed."""
         self._add(RECOMPUTE, reason, verified, 0, computed)
 
+    def record_lost_handover(self, reason: str) -> None:
+        """What D has read of a prompt was not P's any more, or P does not say so."""
+        self.data[_LOST].append(reason)
+
     def record_leases(self, totals: dict[str, Any]) -> None:
         """Something has changed about what is kept."""
         self.data[_LEASES] = [totals]
@@ -81,11 +88,13 @@ class BidirStats(NixlKVConnectorStats):
         self.data[_KEY].append(list(row))
 
     def is_empty(self) -> bool:
-        return super().is_empty() and not self.data.get(_KEY) and not self.data.get(_LEASES)
+        ours = (_KEY, _LOST, _LEASES)
+        return super().is_empty() and not any(self.data.get(key) for key in ours)
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         self.data.setdefault(_KEY, [])
         self.data.setdefault(_TRANSFERS, [])
+        self.data.setdefault(_LOST, [])
         self.data.setdefault(_LEASES, [])
         return super().aggregate(other)
 
@@ -111,6 +120,12 @@ class BidirPromMetrics(NixlPromMetrics):
             documentation="Prompt tokens of turns that were offered a read-back: verified by "
             "content, read from the decode node, computed here.",
             labelnames=[*labelnames, "kind"],
+        )
+        self._lost = self._counter_cls(
+            name="vllm:bidir_lost_handovers",
+            documentation="Handovers that a decode node has read and does not use, by reason: the "
+            "prefill node did not say that it still had the prompt's blocks.",
+            labelnames=[*labelnames, "reason"],
         )
         by_direction = [*labelnames, "direction"]
         self._bytes = self._counter_cls(
@@ -153,6 +168,8 @@ class BidirPromMetrics(NixlPromMetrics):
                 self._tokens.labels(*labels, kind).inc(count)
         for transfer in transfer_stats_data.get(_TRANSFERS, ()):
             self._observe_transfer(labels, *transfer)
+        for reason in transfer_stats_data.get(_LOST, ()):
+            self._lost.labels(*labels, reason).inc()
         for totals in transfer_stats_data.get(_LEASES, ())[-1:]:
             self.leases.show(engine_idx, totals)
 

@@ -20,14 +20,14 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from vllm.bidir.connector.claiming import ClaimingWorker
 from vllm.bidir.connector.given_up import GivenUpReads
 from vllm.bidir.connector.outcome import Outcome, WorkerReport
 from vllm.bidir.connector.pace import Pace
 from vllm.bidir.connector.peer import Asked
-from vllm.bidir.connector.questions import Questions, drain
+from vllm.bidir.connector.questions import drain
 from vllm.bidir.connector.ranks import size_obstacle
 from vllm.bidir.connector.read_back import ReadBack
-from vllm.bidir.connector.reading import ReadingWorker
 from vllm.bidir.connector.rows import in_order
 from vllm.bidir.connector.stats import HANDOVER, READ_BACK, BidirStats
 from vllm.bidir.connector.support import layer_obstacle
@@ -83,7 +83,7 @@ class _Read:
     lost: Reason | None = None
 
 
-class BidirWorker(ReadingWorker):
+class BidirWorker(ClaimingWorker):
     """As the base's pull worker; read-backs are held and confirmed, and end nothing on D."""
 
     def __init__(
@@ -95,20 +95,14 @@ class BidirWorker(ReadingWorker):
         self._set_up(self.options.timeout_s)
 
     def _set_up(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+        super()._set_up(timeout_s)
         self._reads: dict[str, _Read] = {}
-        self._questions = Questions(timeout_s)
         self._pace = Pace(timeout_s)
         self._met: SimpleQueue[tuple[str, bool]] = SimpleQueue()
         # Engines whose last handshake, that nobody waited for, has failed.
         self._unmet: set[str] = set()
         self._given_up = GivenUpReads(self._still_runs)
         self._report = WorkerReport()
-
-    def shutdown(self) -> None:
-        if hasattr(self, "_questions"):
-            self._questions.close()
-        super().shutdown()
 
     def start_load_kv(self, metadata: NixlConnectorMetadata) -> None:
         orders: dict[str, ReadBack] = getattr(metadata, "read_backs", {})
@@ -418,7 +412,7 @@ class BidirWorker(ReadingWorker):
                 done.add(request_id)
             else:
                 self._lose(request_id, asked.reason or Reason.HOLD_LOST)
-        return done
+        return self._claimed(done)
 
     def _read_from(self, request_id: str) -> str:
         meta = self._recving_metadata.get(request_id)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P's list of prompts that it has computed for a D, and what it answers to the D that reads one.
+
+The base lets D read what P may have freed: when D comes after P's time is over, or when a router
+has sent the same params to a second D after the first. What D then finds in those blocks is another
+prompt's, and D answers from it.
+
+Here D claims what it reads. The scheduler writes the list; the side channel's thread reads it. An
+entry ends before its blocks go back to the pool, in the same call of the scheduler: so a reader who
+is told, after reading, that the entry stands has read what P computed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+# Says in P's params that it answers CLAIM.
+PARAM = "claims"
+VERSION = 1
+
+
+@dataclass
+class _Handover:
+    until: float
+    reader: str | None = None
+
+
+class HandedOver:
+    """Handovers of one engine core. Safe to use from two threads; no call waits for long."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        """`clock` is the one that `until` is of, in seconds."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._handovers: dict[str, _Handover] = {}
+
+    def __len__(self) -> int:
+        return len(self._handovers)
+
+    def add(self, request_id: str, until: float) -> None:
+        """The workers keep its blocks until then, and longer if D asks them to."""
+        with self._lock:
+            self._handovers[request_id] = _Handover(until)
+
+    def end(self, request_id: str) -> None:
+        """The request's blocks are about to be freed."""
+        if request_id in self._handovers:  # only the scheduler changes which there are
+            with self._lock:
+                del self._handovers[request_id]
+
+    def claim(self, request_id: str, reader: str) -> float | None:
+        """Seconds for which the blocks stay at the least, 0 when that is not known beforehand;
+        None when they are gone, or are another reader's.
+
+        Before that time only their reader ends them, by saying that it is done. So there is one:
+        a second could have them freed under it by the first.
+        """
+        with self._lock:
+            found = self._handovers.get(request_id)
+            if found is None or found.reader not in (None, reader):
+                return None
+            found.reader = reader
+            return max(0.0, found.until - self._clock())

@@ -1,0 +1,307 @@
+"""D uses what it has read of P only if P still had it: real NIXL, and workers without it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.bidir.connector import peer, questions
+from vllm.bidir.connector.handed import HandedOver
+from vllm.bidir.connector.kept import KeptTurns
+from vllm.bidir.connector.listener import start_listener
+from vllm.bidir.connector.messages import SideChannel
+from vllm.bidir.reasons import Reason
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+    NixlConnectorMetadata,
+    RemoteMeta,
+    ReqMeta,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+
+from tests.connector.nodes import Node, alone
+from tests.connector.test_worker import TIMEOUT_S, Bare
+
+__all__ = ["alone"]
+
+NOTICE = b"at-p:1"
+OURS, THEIRS = [31, 30, 7], [20, 19, 33]
+
+
+# One for each answer that P gives.
+may_answer = threading.Semaphore(0)
+
+
+class Reader(Bare):
+    """A D that reads handovers of engine `d`'s, whose answers to claims are the test's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._remote_agents["d"] = {(0, 0): "agent"}
+
+    def reads(self, request_id: str, claims: bool = True, ours: Sequence[int] = OURS) -> None:
+        """The request's READs are posted, unless it needs nothing."""
+        remote = SimpleNamespace(
+            engine_id="d", host="10.0.0.1", port=5600, request_id="at-p", block_ids=(THEIRS,)
+        )
+        meta: Any = SimpleNamespace(remote=remote, local_block_ids=(ours,))
+        if ours:
+            self._recving_metadata[request_id] = meta
+        if claims:
+            self._claimable.add(request_id)
+        self._read_blocks_for_req(request_id, meta)
+
+    def step(self) -> set[str]:
+        """A step's end: requests whose load is over, well or badly."""
+        return self.finish()[0]
+
+    def hears(self) -> None:
+        """One more answer is there for the next step."""
+        before = self._questions.claims.qsize()
+        may_answer.release()
+        end = time.monotonic() + 5
+        while self._questions.claims.qsize() == before:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+    @property
+    def told(self) -> list[tuple[str, bytes]]:
+        return self.nixl_wrapper.told
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> list[peer.Asked]:
+    """What P answers next; the last one for ever."""
+    found = [peer.Asked(stands_s=30.0, address=("10.0.0.1", 5600))]
+
+    def claim(host: str, port: int, request_id: str, reader: str, *more: Any) -> peer.Asked:
+        assert (host, port, request_id, reader) == ("10.0.0.1", 5600, "at-p", "p")
+        assert may_answer.acquire(timeout=5)
+        answer = found.pop(0) if len(found) > 1 else found[0]
+        return replace(answer, asked=time.monotonic())
+
+    monkeypatch.setattr(questions.peer, "claim", claim)
+    return found
+
+
+@pytest.fixture
+def d(answers: list[peer.Asked], monkeypatch: pytest.MonkeyPatch) -> Reader:
+    def one_rank(self: Reader, req_id: str, meta: Any) -> None:
+        """Which ranks are read from is the base's own."""
+        spec: Any = SimpleNamespace(
+            remote_rank=0,
+            local_block_ids=meta.local_block_ids,
+            remote_block_ids=meta.remote.block_ids,
+        )
+        self._read_blocks(spec, "d", req_id, "at-p", 1, 2, 1)
+
+    monkeypatch.setattr(NixlPullConnectorWorker, "_read_blocks_for_req", one_rank)
+    return Reader()
+
+
+def lost(d: Reader) -> list[str]:
+    found: list[str] = d.xfer_stats.data["lost_handovers"]
+    return found
+
+
+def test_a_handover_counts_when_p_has_answered(d: Reader) -> None:
+    d.reads("r")
+    assert d.nixl_wrapper.notifications == [None], "NIXL would have P free it"
+    assert d.step() == set() and d.told == []
+    d.hears()
+    assert d.step() == {"r"}
+    assert d.told == [("agent", NOTICE)]
+    assert d.lost() == (set(), set()) and lost(d) == []
+    assert d.busy_engines() == set()
+
+
+def test_an_answer_that_is_there_first_delays_nothing(d: Reader) -> None:
+    d.reads("r")
+    d.hears()
+    assert d.step() == {"r"}
+
+
+def test_what_p_has_freed_is_not_used(d: Reader, answers: list[peer.Asked]) -> None:
+    answers[0] = peer.Asked(reason=Reason.EXPIRED, address=("10.0.0.1", 5600))
+    d.reads("r")
+    d.hears()
+    d.nixl_wrapper.states = ["PROC"]
+    assert d.step() == set(), "NIXL is still writing"
+    assert d.step() == {"r"}
+    assert d._invalid_block_ids.get_nowait() == set(OURS)
+    assert lost(d) == ["expired"]
+    assert d.told == []
+
+
+def test_a_read_that_outlasts_the_promise_is_asked_about_again(
+    d: Reader, answers: list[peer.Asked]
+) -> None:
+    """D's heartbeats may have kept the blocks for longer than P could promise."""
+    answers[0] = peer.Asked(stands_s=0.0)
+    d.reads("r")
+    d.hears()
+    assert d.step() == set()
+    d.hears()
+    assert d.step() == {"r"} and lost(d) == []
+    assert d.told == [("agent", NOTICE)]
+
+
+def test_a_p_that_does_not_answer_is_not_waited_for_long(
+    d: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_go = threading.Event()
+    monkeypatch.setattr(questions.peer, "claim", lambda *_: let_go.wait(10) and peer.Asked())
+    d.reads("r")
+    assert d.step() == set()
+    assert d.busy_engines() == {"d"}, "its agents are still needed"
+    time.sleep(2 * TIMEOUT_S + 0.05)
+    assert d.step() == {"r"}
+    let_go.set()
+    assert lost(d) == ["timeout"]
+
+
+def test_a_silent_p_does_not_keep_the_threads_for_others(d: Reader) -> None:
+    d._questions.not_heard(("10.0.0.1", 5600))
+    d.reads("r")
+    while not (over := d.step()):
+        time.sleep(0.001)
+    assert over == {"r"} and lost(d) == ["peer_gone"]
+
+
+def test_a_p_that_cannot_be_asked_is_told_by_the_read(d: Reader) -> None:
+    """As in the base."""
+    d.reads("r", claims=False)
+    assert d.nixl_wrapper.notifications == [NOTICE]
+    assert d.step() == {"r"}
+    assert d.told == []
+
+
+def test_a_read_that_fails_is_not_claimed_any_more(d: Reader) -> None:
+    d.reads("r")
+    d.nixl_wrapper.states = ["ERR"]
+    assert d.step() == {"r"}
+    d.hears()
+    assert d.step() == set() and d.told == [] and lost(d) == []
+
+
+def test_two_requests_of_one_handover_end_it_together(d: Reader) -> None:
+    """Else P frees what the second still reads, when the first is done."""
+    d.nixl_wrapper.states = ["DONE", "PROC"]
+    for name in ("a", "b"):
+        d.reads(name)
+        d.hears()
+    assert d.step() == {"a"} and d.told == []
+    assert d.step() == {"b"} and d.told == [("agent", NOTICE)]
+
+
+def test_p_is_told_what_d_does_not_need(d: Reader) -> None:
+    """A request that has gone, or whose prompt D has: P keeps its blocks for nobody."""
+    d.reads("r", ours=[])
+    assert d.nixl_wrapper.posted == [] and d.told == []
+    d.hears()
+    assert d.step() == set(), "nobody waits for it"
+    assert d.told == [("agent", NOTICE)]
+    assert d._claims == {}
+
+
+def test_what_another_d_reads_is_not_ended_by_one_that_does_not_need_it(
+    d: Reader, answers: list[peer.Asked]
+) -> None:
+    """The first D may tell P late that its request has gone: the second is reading by then."""
+    answers[0] = peer.Asked(reason=Reason.EXPIRED, address=("10.0.0.1", 5600))
+    d.reads("r", ours=[])
+    d.hears()
+    assert d.step() == set()
+    assert d.told == [] and d._claims == {}
+    assert lost(d) == [] and d.lost() == (set(), set())
+
+
+def test_of_a_stock_p_nothing_is_claimed_that_d_does_not_need(d: Reader) -> None:
+    d.reads("r", claims=False, ours=[])
+    assert d.told == [("agent", NOTICE)]
+
+
+############################################################
+# Real NIXL
+############################################################
+
+
+@pytest.fixture
+def handed() -> HandedOver:
+    made = HandedOver()
+    made.add("at-p", time.perf_counter() + 30)
+    return made
+
+
+@pytest.fixture
+def port(handed: HandedOver) -> Iterator[int]:
+    """P's side channel."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        found: int = free.getsockname()[1]
+    stop = threading.Event()
+    channel = SideChannel(KeptTurns(), "p", 1, {}, b"get_meta", lambda: 0.0, handed=handed)
+    thread = start_listener(channel, "127.0.0.1", found, stop)
+    yield found
+    stop.set()
+    thread.join(timeout=5)
+
+
+@pytest.fixture
+def pair(model: Path) -> Iterator[tuple[Node, Node]]:
+    p, d = Node(model, "p", "LBNHC"), Node(model, "d", "LBNHC")
+    d.meets(p)
+    yield p, d
+    for node in (p, d):
+        node.worker.shutdown()
+
+
+def claims(d: Node, port: int) -> set[str]:
+    """D reads and claims; requests whose load is over, after a moment."""
+    metadata = NixlConnectorMetadata()
+    metadata.reqs_to_recv["r"] = ReqMeta(
+        local_block_ids=(OURS,),
+        local_physical_block_ids=(OURS,),
+        tp_size=1,
+        dcp_size=1,
+        pp_size=1,
+        remote=RemoteMeta(
+            block_ids=(THEIRS,), host="127.0.0.1", port=port, engine_id="p", request_id="at-p"
+        ),
+    )
+    metadata.claims = {"r"}
+    d.worker.start_load_kv(metadata)
+    end = time.monotonic() + 10
+    while not (over := d.worker.get_finished()[1]):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    return set(over)
+
+
+def test_p_hears_that_it_may_free_what_has_counted(pair: tuple[Node, Node], port: int) -> None:
+    p, d = pair
+    assert claims(d, port) == {"r"}
+    for ours, theirs in zip(OURS, THEIRS, strict=True):
+        assert torch.equal(d.block(ours), p.block(theirs))
+    assert d.worker.get_block_ids_with_load_errors() == set()
+    end = time.monotonic() + 10
+    while not (notices := p.worker.nixl_wrapper.get_new_notifs()):
+        assert time.monotonic() < end
+    assert list(notices.values()) == [[NOTICE]]
+
+
+def test_a_handover_that_p_has_ended_is_a_failed_load(
+    pair: tuple[Node, Node], port: int, handed: HandedOver
+) -> None:
+    p, d = pair
+    handed.end("at-p")
+    assert claims(d, port) == {"r"}
+    assert d.worker.get_block_ids_with_load_errors() == set(OURS)
+    assert p.worker.nixl_wrapper.get_new_notifs() == {}
