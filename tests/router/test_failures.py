@@ -17,7 +17,7 @@ from vllm.bidir.router.sockets import node_socket
 
 from tests.router.conftest import BODY, MakeSetup, Setup, until
 from tests.router.fake_apis import named
-from tests.router.fake_engine import FakeEngine, as_client_sees, d_params, event
+from tests.router.fake_engine import P_PARAMS, FakeEngine, as_client_sees, d_params, event
 
 GONE_WITHIN_S = 0.1
 
@@ -112,6 +112,23 @@ async def test_a_d_that_fails_before_its_first_byte_is_replaced_by_another(
     # P has computed each turn once: its KV is there for the other D.
     assert len(setup.prefill[0].asked) == 2
     assert setup.metric("bidir_router_retries_total", role="decode") == 1
+
+
+async def test_of_a_p_that_cannot_be_asked_only_the_first_d_reads(make_setup: MakeSetup) -> None:
+    """It may have been read, and P have freed it; a second D would find another prompt's KV."""
+    setup = await make_setup(decode=2)
+
+    async def stock(request: web.Request, body: dict[str, Any]) -> web.Response:
+        params = {key: value for key, value in P_PARAMS.items() if key != "claims"}
+        return web.json_response({"choices": [], "kv_transfer_params": params})
+
+    setup.prefill[0].script = stock
+    setup.decode[0].script = fails_how("headers only")
+    status, body = await setup.ask(stream=True)
+    assert status == 200 and body.endswith(event("[DONE]"))
+    first, second = (engine.asked[0] for engine in setup.decode)
+    assert "kv_transfer_params" in first and "kv_transfer_params" not in second
+    assert setup.metric("bidir_router_decode_alone_total", reason="transfer_failed") == 1
 
 
 ERROR = {"error": {"message": "no", "type": "InternalServerError", "code": 500}}

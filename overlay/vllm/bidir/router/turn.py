@@ -261,12 +261,20 @@ class Turns:
     ) -> web.StreamResponse:
         """Try decode nodes until one has sent its first byte; what follows is that node's."""
         refusal: Answer | None = None
+        spent = False
         async for node in seat:
+            if spent:
+                params, turn.reuse.reason, turn.reuse.tokens = None, Reason.TRANSFER_FAILED, None
             done = await self._try_decode(http, turn, node, params)
             if isinstance(done, Answer) and params is not None:
                 done = await self._try_alone(http, turn, node)
             if isinstance(done, web.StreamResponse):
+                if spent:
+                    self._metrics.decode_alone(Reason.TRANSFER_FAILED)
                 return done
+            # That D may have read what P handed over, and P have freed it: another D would find
+            # anything there. One that asks P first is told so.
+            spent = spent or (params is not None and params.get("claims") != 1)
             # Once for both tries: a node that serves the turn alone is none that has failed.
             self._decode.failed(node)
             refusal = done or refusal
