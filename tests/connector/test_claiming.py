@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 from vllm.bidir.connector import peer, questions
+from vllm.bidir.connector.claiming import ClaimOrder
 from vllm.bidir.connector.handed import HandedOver
 from vllm.bidir.connector.kept import KeptTurns
 from vllm.bidir.connector.listener import start_listener
 from vllm.bidir.connector.messages import SideChannel
+from vllm.bidir.connector.outcome import WorkerReport
 from vllm.bidir.reasons import Reason
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     NixlConnectorMetadata,
@@ -32,6 +34,8 @@ from tests.connector.test_worker import TIMEOUT_S, Bare
 __all__ = ["alone"]
 
 NOTICE = b"at-p:1"
+ADDRESS = ("10.0.0.1", 5600)
+ORDER = ClaimOrder("token", "d/1")
 OURS, THEIRS = [31, 30, 7], [20, 19, 33]
 
 
@@ -55,12 +59,14 @@ class Reader(Bare):
         if ours:
             self._recving_metadata[request_id] = meta
         if claims:
-            self._claimable.add(request_id)
+            self._claimable[request_id] = ORDER
         self._read_blocks_for_req(request_id, meta)
 
     def step(self) -> set[str]:
         """A step's end: requests whose load is over, well or badly."""
-        return self.finish()[0]
+        over, report = self.finish()
+        self.said = report or WorkerReport()
+        return over
 
     def hears(self) -> None:
         """One more answer is there for the next step."""
@@ -79,10 +85,10 @@ class Reader(Bare):
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[peer.Asked]:
     """What P answers next; the last one for ever."""
-    found = [peer.Asked(stands_s=30.0, address=("10.0.0.1", 5600))]
+    found = [peer.Asked(stands_s=30.0, address=ADDRESS)]
 
-    def claim(host: str, port: int, request_id: str, reader: str, *more: Any) -> peer.Asked:
-        assert (host, port, request_id, reader) == ("10.0.0.1", 5600, "at-p", "p")
+    def claim(host: str, port: int, token: str, reader: str, *more: Any) -> peer.Asked:
+        assert (host, port, token, reader) == ("10.0.0.1", 5600, "token", "d/1")
         assert may_answer.acquire(timeout=5)
         answer = found.pop(0) if len(found) > 1 else found[0]
         return replace(answer, asked=time.monotonic())
@@ -107,8 +113,8 @@ def d(answers: list[peer.Asked], monkeypatch: pytest.MonkeyPatch) -> Reader:
 
 
 def lost(d: Reader) -> list[str]:
-    found: list[str] = d.xfer_stats.data["lost_handovers"]
-    return found
+    """Why those do not count that were lost in the last step."""
+    return [str(one.reason) for one in d.said.lost.values()]
 
 
 def test_a_handover_counts_when_p_has_answered(d: Reader) -> None:
@@ -129,7 +135,7 @@ def test_an_answer_that_is_there_first_delays_nothing(d: Reader) -> None:
 
 
 def test_what_p_has_freed_is_not_used(d: Reader, answers: list[peer.Asked]) -> None:
-    answers[0] = peer.Asked(reason=Reason.EXPIRED, address=("10.0.0.1", 5600))
+    answers[0] = peer.Asked(reason=Reason.EXPIRED, address=ADDRESS)
     d.reads("r")
     d.hears()
     d.nixl_wrapper.states = ["PROC"]
@@ -167,12 +173,33 @@ def test_a_p_that_does_not_answer_is_not_waited_for_long(
     assert lost(d) == ["timeout"]
 
 
-def test_a_silent_p_does_not_keep_the_threads_for_others(d: Reader) -> None:
-    d._questions.not_heard(("10.0.0.1", 5600))
+def test_a_p_that_was_busy_is_asked_once_more(d: Reader, answers: list[peer.Asked]) -> None:
+    """It may have stood still for a moment, or another's question may have had it taken for
+    silent; what D has read is there."""
+    answers[:] = [peer.Asked(reason=Reason.TIMEOUT, address=ADDRESS), peer.Asked(stands_s=30.0)]
     d.reads("r")
-    while not (over := d.step()):
-        time.sleep(0.001)
-    assert over == {"r"} and lost(d) == ["peer_gone"]
+    d.hears()
+    assert d._questions._was_silent(ADDRESS)
+    assert d.step() == set()
+    d.hears()
+    assert d.step() == {"r"} and lost(d) == []
+
+
+def test_a_p_that_stays_silent_is_asked_no_more(d: Reader, answers: list[peer.Asked]) -> None:
+    answers[0] = peer.Asked(reason=Reason.TIMEOUT, address=ADDRESS)
+    d.reads("r")
+    d.hears()
+    assert d.step() == set()
+    d.hears()
+    assert d.step() == {"r"} and lost(d) == ["timeout"]
+
+
+def test_a_silent_p_does_not_keep_the_threads_for_others(d: Reader) -> None:
+    """Nobody waits for it who has not read from it."""
+    d._questions.not_heard(ADDRESS)
+    d._questions.claim("r", ADDRESS, "token", "d/1")
+    name, asked = d._questions.claims.get(timeout=5)
+    assert (name, asked.reason, asked.address) == ("r", Reason.PEER_GONE, None)
 
 
 def test_a_p_that_cannot_be_asked_is_told_by_the_read(d: Reader) -> None:
@@ -201,21 +228,68 @@ def test_two_requests_of_one_handover_end_it_together(d: Reader) -> None:
     assert d.step() == {"b"} and d.told == [("agent", NOTICE)]
 
 
+def test_what_is_read_after_p_was_told_has_no_promise(d: Reader, answers: list[peer.Asked]) -> None:
+    """P looks at notices now and then: until it does it promises what it is about to free."""
+    d.reads("a")
+    d.hears()
+    assert d.step() == {"a"} and d.told == [("agent", NOTICE)]
+    d.reads("b")
+    d.hears()
+    assert d.step() == set(), "P promises 30 s, and has been told that it may free"
+    d.hears()
+    assert d.step() == {"b"}, "asked behind the READ, it still stood"
+    assert d.told == [("agent", NOTICE)], "it hears of each rank once: it counts them"
+    d.reads("c")
+    d.hears()
+    assert d.step() == set()
+    answers[0] = peer.Asked(reason=Reason.EXPIRED)
+    d.hears()
+    assert d.step() == {"c"} and lost(d) == ["expired"]
+
+
+def test_p_is_told_when_the_last_reader_of_a_handover_is_lost(d: Reader) -> None:
+    d.nixl_wrapper.states = ["DONE", "PROC", "ERR"]
+    for name in ("a", "b"):
+        d.reads(name)
+        d.hears()
+    assert d.step() == {"a"} and d.told == []
+    assert d.step() == {"b"} and d.told == [("agent", NOTICE)]
+    assert d._owed == {}
+
+
+def test_what_is_posted_of_a_lost_request_tells_nobody(d: Reader) -> None:
+    """Its first rank could not be read; P's other ranks are not freed for that."""
+    d._posting = "r"
+    assert d._told_by_read("r", 1, NOTICE) is None
+    assert d._told_by_read("other", 1, NOTICE) == NOTICE
+
+
 def test_p_is_told_what_d_does_not_need(d: Reader) -> None:
     """A request that has gone, or whose prompt D has: P keeps its blocks for nobody."""
     d.reads("r", ours=[])
     assert d.nixl_wrapper.posted == [] and d.told == []
     d.hears()
+    assert d.busy_engines() == set()
     assert d.step() == set(), "nobody waits for it"
     assert d.told == [("agent", NOTICE)]
     assert d._claims == {}
+
+
+def test_an_answer_that_comes_between_steps_is_taken_with_the_next(
+    d: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NixlPullConnectorWorker, "start_load_kv", lambda *_: None)
+    d.reads("r", ours=[])
+    d.hears()
+    d.start_load_kv(NixlConnectorMetadata())
+    assert d._claims["r"].answer is not None
 
 
 def test_what_another_d_reads_is_not_ended_by_one_that_does_not_need_it(
     d: Reader, answers: list[peer.Asked]
 ) -> None:
     """The first D may tell P late that its request has gone: the second is reading by then."""
-    answers[0] = peer.Asked(reason=Reason.EXPIRED, address=("10.0.0.1", 5600))
+    answers[0] = peer.Asked(reason=Reason.EXPIRED, address=ADDRESS)
     d.reads("r", ours=[])
     d.hears()
     assert d.step() == set()
@@ -235,9 +309,12 @@ def test_of_a_stock_p_nothing_is_claimed_that_d_does_not_need(d: Reader) -> None
 
 @pytest.fixture
 def handed() -> HandedOver:
-    made = HandedOver()
-    made.add("at-p", time.perf_counter() + 30)
-    return made
+    return HandedOver()
+
+
+@pytest.fixture
+def token(handed: HandedOver) -> str:
+    return handed.add("at-p", time.perf_counter() + 30)
 
 
 @pytest.fixture
@@ -263,7 +340,7 @@ def pair(model: Path) -> Iterator[tuple[Node, Node]]:
         node.worker.shutdown()
 
 
-def claims(d: Node, port: int) -> set[str]:
+def claims(d: Node, port: int, token: str) -> set[str]:
     """D reads and claims; requests whose load is over, after a moment."""
     metadata = NixlConnectorMetadata()
     metadata.reqs_to_recv["r"] = ReqMeta(
@@ -276,7 +353,7 @@ def claims(d: Node, port: int) -> set[str]:
             block_ids=(THEIRS,), host="127.0.0.1", port=port, engine_id="p", request_id="at-p"
         ),
     )
-    metadata.claims = {"r"}
+    metadata.claims = {"r": ClaimOrder(token, "d/1")}
     d.worker.start_load_kv(metadata)
     end = time.monotonic() + 10
     while not (over := d.worker.get_finished()[1]):
@@ -285,9 +362,11 @@ def claims(d: Node, port: int) -> set[str]:
     return set(over)
 
 
-def test_p_hears_that_it_may_free_what_has_counted(pair: tuple[Node, Node], port: int) -> None:
+def test_p_hears_that_it_may_free_what_has_counted(
+    pair: tuple[Node, Node], port: int, token: str
+) -> None:
     p, d = pair
-    assert claims(d, port) == {"r"}
+    assert claims(d, port, token) == {"r"}
     for ours, theirs in zip(OURS, THEIRS, strict=True):
         assert torch.equal(d.block(ours), p.block(theirs))
     assert d.worker.get_block_ids_with_load_errors() == set()
@@ -298,10 +377,10 @@ def test_p_hears_that_it_may_free_what_has_counted(pair: tuple[Node, Node], port
 
 
 def test_a_handover_that_p_has_ended_is_a_failed_load(
-    pair: tuple[Node, Node], port: int, handed: HandedOver
+    pair: tuple[Node, Node], port: int, token: str, handed: HandedOver
 ) -> None:
     p, d = pair
     handed.end("at-p")
-    assert claims(d, port) == {"r"}
+    assert claims(d, port, token) == {"r"}
     assert d.worker.get_block_ids_with_load_errors() == set(OURS)
     assert p.worker.nixl_wrapper.get_new_notifs() == {}

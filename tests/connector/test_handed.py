@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from vllm.bidir.connector import peer
-from vllm.bidir.connector.handed import PARAM, VERSION, HandedOver
+from vllm.bidir.connector.handed import PARAM, HandedOver, parse_token
 from vllm.bidir.connector.kept import KeptTurns
 from vllm.bidir.connector.listener import start_listener
 from vllm.bidir.connector.messages import (
@@ -22,12 +22,15 @@ from vllm.bidir.connector.messages import (
     ask_claim,
     read_claim,
 )
+from vllm.bidir.connector.outcome import LostHandover, WorkerReport
 from vllm.bidir.connector.rest import LOOKS_S
 from vllm.bidir.reasons import Reason
+from vllm.v1.outputs import KVConnectorOutput
 
 from tests.connector.sim import FIRST_TURN, Engine
 
 HOST = "127.0.0.1"
+TOKEN = "ab" * 16
 HANDOVER = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
@@ -37,7 +40,7 @@ HANDOVER = {
     "remote_host": "10.0.0.1",
     "remote_port": 5600,
     "tp_size": 1,
-    PARAM: VERSION,
+    PARAM: TOKEN,
 }
 
 
@@ -58,40 +61,56 @@ def clock() -> Clock:
 
 @pytest.fixture
 def handed(clock: Clock) -> HandedOver:
-    """One handover, kept for 30 s."""
-    made = HandedOver(clock)
-    made.add("r", clock.now + 30)
-    return made
+    return HandedOver(clock)
 
 
-def test_a_claim_says_for_how_long_the_blocks_stay(handed: HandedOver, clock: Clock) -> None:
-    assert handed.claim("r", "d") == 30
+@pytest.fixture
+def token(handed: HandedOver, clock: Clock) -> str:
+    """Of one handover, kept for 30 s."""
+    return handed.add("r", clock.now + 30)
+
+
+def test_a_claim_says_for_how_long_the_blocks_stay(
+    handed: HandedOver, token: str, clock: Clock
+) -> None:
+    assert handed.claim(token, "d") == 30
     clock.now += 10
-    assert handed.claim("r", "d") == 20, "its own reader may ask again"
+    assert handed.claim(token, "d") == 20, "its own reader may ask again"
 
 
 def test_what_d_keeps_alive_beyond_its_time_stands_without_a_promise(
-    handed: HandedOver, clock: Clock
+    handed: HandedOver, token: str, clock: Clock
 ) -> None:
     """The workers prolong it when D sends a heartbeat; the list is not told."""
     clock.now += 31
-    assert handed.claim("r", "d") == 0
+    assert handed.claim(token, "d") == 0
 
 
-def test_what_has_been_freed_cannot_be_claimed(handed: HandedOver) -> None:
-    handed.claim("r", "d")
+def test_what_has_been_freed_cannot_be_claimed(handed: HandedOver, token: str) -> None:
+    handed.claim(token, "d")
     handed.end("r")
     handed.end("r")
-    assert handed.claim("r", "d") is None
-    assert handed.claim("never", "d") is None
+    assert handed.claim(token, "d") is None
     assert len(handed) == 0
 
 
-def test_a_handover_is_one_readers(handed: HandedOver) -> None:
+def test_who_knows_a_requests_id_only_can_claim_nothing(handed: HandedOver, token: str) -> None:
+    """Clients have a say in those ids."""
+    assert handed.claim("r", "stranger") is None
+    assert handed.claim(token, "d") == 30
+    assert handed.add("r2", 0.0) != token
+
+
+def test_a_handover_is_one_readers(handed: HandedOver, token: str) -> None:
     """The first may say that it is done, and have it freed, while the second reads."""
-    assert handed.claim("r", "d0") == 30
-    assert handed.claim("r", "d1") is None
-    assert handed.claim("r", "d0") == 30
+    assert handed.claim(token, "d0") == 30
+    assert handed.claim(token, "d1") is None
+    assert handed.claim(token, "d0") == 30
+
+
+@pytest.mark.parametrize("value", [None, 1, "", "a" * 31, "a" * 33, ["a" * 32]])
+def test_what_is_no_token_is_not_claimed(value: object) -> None:
+    assert parse_token(value) is None
 
 
 @pytest.fixture
@@ -108,12 +127,12 @@ def port(handed: HandedOver) -> Iterator[int]:
     thread.join(timeout=5)
 
 
-def test_a_claim_over_the_wire(handed: HandedOver, port: int) -> None:
-    asked = peer.claim(HOST, port, "r", "d", 5.0)
+def test_a_claim_over_the_wire(handed: HandedOver, token: str, port: int) -> None:
+    asked = peer.claim(HOST, port, token, "d", 5.0)
     assert (asked.stands_s, asked.reason, asked.address) == (30, None, (HOST, port))
     assert asked.asked > 0
     handed.end("r")
-    asked = peer.claim(HOST, port, "r", "d", 5.0)
+    asked = peer.claim(HOST, port, token, "d", 5.0)
     assert (asked.stands_s, asked.reason) == (None, Reason.EXPIRED)
 
 
@@ -138,11 +157,11 @@ def test_p_lists_what_it_hands_over_until_its_blocks_are_freed(model: Path) -> N
     while not request.is_finished():
         p.step()
     params = p._finished[request.request_id]
-    assert params is not None and params[PARAM] == VERSION
+    assert params is not None
     channel = SideChannel(
         p.bidir.kept, "p", 1, {}, b"get_meta", time.perf_counter, handed=p.bidir.handed
     )
-    ask = ask_claim(request.request_id, "d")
+    ask = ask_claim(params[PARAM], "d")
     stands_s = read_claim(channel.answer(ask)[0])
     assert stands_s is not None and 20 < stands_s <= 30, "kv_lease_duration"
     freed = p.free_blocks
@@ -159,25 +178,37 @@ def test_what_a_turn_on_d_keeps_is_no_handover(model: Path) -> None:
     assert len(d.bidir.handed) == 0
 
 
-@pytest.mark.parametrize(
-    ("change", "claims"),
-    [
-        ({}, True),
-        ({PARAM: None}, False),
-        ({PARAM: 2}, False),
-        ({"remote_request_id": "r" * (MAX_NAME + 1)}, False),
-    ],
-)
-def test_d_claims_what_p_says_can_be_claimed(
-    model: Path, change: dict[str, object], claims: bool
-) -> None:
-    """A stock P, or another version, would not understand."""
+@pytest.mark.parametrize(("token", "claims"), [(TOKEN, True), (None, False), (1, False)])
+def test_d_claims_what_p_says_can_be_claimed(model: Path, token: object, claims: bool) -> None:
+    """A stock P would not understand."""
     d = Engine(model, "d")
-    request = d.add(list(range(100)), {**HANDOVER, **change})
+    request = d.add(list(range(100)), {**HANDOVER, PARAM: token})
     metadata = d.scheduler.schedule().kv_connector_metadata
     assert request.request_id in metadata.reqs_to_recv
-    assert metadata.claims == ({request.request_id} if claims else set())
-    assert d.bidir._claims == set(), "each is told once"
+    found = {name: order.token for name, order in metadata.claims.items()}
+    assert found == ({request.request_id: TOKEN} if claims else {})
+    assert d.bidir._claims == {}, "each is told once"
+
+
+def test_a_restarted_d_of_the_same_name_is_another_reader(model: Path) -> None:
+    readers = {Engine(model, "d").bidir._reader for _ in range(2)}
+    assert len(readers) == 2 and all(one.startswith("d/") for one in readers)
+
+
+def test_a_lost_handover_is_counted_once_for_all_ranks(model: Path) -> None:
+    d = Engine(model, "d")
+    request = d.add(list(range(100)), HANDOVER)
+    d.scheduler.schedule()
+    name, lost = request.request_id, LostHandover("p", Reason.EXPIRED)
+    ranks = [WorkerReport(lost={name: lost}) for _ in range(2)]
+    report = ranks[0].aggregate(ranks[1])
+    assert report
+    output = KVConnectorOutput(finished_recving=set(), kv_connector_worker_meta=report)
+    d.bidir.update_connector_output(output)
+    output = KVConnectorOutput(finished_recving={name}, kv_connector_worker_meta=ranks[1])
+    d.bidir.update_connector_output(output)
+    assert d.bidir.stats.data["lost_handovers"] == ["expired"]
+    assert d.bidir._lost == {}
 
 
 def test_d_claims_what_it_tells_p_to_free(model: Path) -> None:
@@ -187,6 +218,6 @@ def test_d_claims_what_it_tells_p_to_free(model: Path) -> None:
     d.abort(request)
     assert d.bidir.rest.is_due()
     metadata = d.scheduler.schedule().kv_connector_metadata
-    assert metadata.claims == {request.request_id}
+    assert set(metadata.claims) == {request.request_id}
     left = d.bidir.rest.seconds_left()
     assert left is not None and 0 < left <= LOOKS_S[0], "then the answer is looked for"

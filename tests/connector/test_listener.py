@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -101,6 +102,30 @@ def test_nobody_there_is_a_timeout_within_the_bound(port: int) -> None:
     asked = peer.hold(HOST, port, "d0-1", 0.3)
     assert asked.reason is Reason.TIMEOUT
     assert asked.seconds < 3
+
+
+def test_a_name_that_resolves_slowly_delays_nobody_else(
+    kept: KeptTurns, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Params name hosts, and ZMQ would look them up one after the other."""
+    look_up, let_go = socket.getaddrinfo, threading.Event()
+
+    def slowly(host: str, *more: Any, **options: Any) -> Any:
+        assert host == HOST or let_go.wait(10)
+        return look_up(HOST, *more, **options)
+
+    monkeypatch.setattr(peer.socket, "getaddrinfo", slowly)
+    slow = threading.Thread(target=peer.hold, args=("slow.example", port, "d0-1", 5.0))
+    slow.start()
+    assert peer.hold(HOST, port, "d0-1", 5.0).hold is not None
+    assert slow.is_alive()
+    let_go.set()
+    slow.join(10)
+
+
+def test_a_name_that_is_none_is_a_peer_that_is_gone(port: int) -> None:
+    for host in ("no.such.host.invalid", "", "\ud800", "a" * 300):
+        assert peer.hold(host, port, "d0-1", 5.0).reason in (Reason.PEER_GONE, Reason.TIMEOUT)
 
 
 def test_a_huge_message_is_cut_off_before_it_is_taken_in(kept: KeptTurns, port: int) -> None:

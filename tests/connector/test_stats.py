@@ -57,6 +57,20 @@ def test_read_backs_and_handovers_are_counted_apart(
     assert rate == pytest.approx(2.0)
 
 
+def test_lost_handovers_are_counted_by_reason(
+    registry: CollectorRegistry, metrics: BidirPromMetrics
+) -> None:
+    one, other = BidirStats(), BidirStats()
+    assert one.is_empty()
+    one.record_lost_handover("expired")
+    assert not one.is_empty()
+    other.record_lost_handover("expired")
+    other.record_lost_handover("timeout")
+    metrics.observe(one.aggregate(other).data)
+    assert value(registry, "vllm:bidir_lost_handovers_total", reason="expired") == 2
+    assert value(registry, "vllm:bidir_lost_handovers_total", reason="timeout") == 1
+
+
 def test_peers_that_were_long_not_heard_of_make_room(
     registry: CollectorRegistry, metrics: BidirPromMetrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from itertools import pairwise
 import pytest
 
 from tests.e2e.conftest import THRESHOLD, Route
-from tests.e2e.turns import FIELD, KvCounters, Turn, ask, converse, outcomes, tokens
+from tests.e2e.turns import FIELD, KvCounters, Turn, ask, converse, metric, outcomes, tokens
 from tools.cluster import Cluster, ModelShape
 from tools.cluster.router import RouterProcess
 
@@ -93,6 +93,16 @@ def test_nixl_moves_the_blocks_of_these_tokens_and_no_others(told: Told) -> None
 def test_d_takes_each_prompt_from_p(told: Told) -> None:
     prompts = [len(turn.prompt) for turn in told.turns]
     assert [counted.read for counted in told.decode] == prompts
+
+
+def test_p_frees_a_prompt_when_d_has_read_it(pair: Cluster, router: RouterProcess) -> None:
+    """Not only when its time is over, which is 30 s."""
+    ask(router, tokens(300, 77))
+    end = time.monotonic() + 20
+    while metric(pair.prefill[0], "vllm:kv_cache_usage_perc"):
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    assert metric(pair.decode[0], "vllm:bidir_lost_handovers_total") == 0
 
 
 def test_text_equals_that_of_a_single_engine(told: Told, pair: Cluster) -> None:

@@ -119,7 +119,7 @@ async def test_of_a_p_that_cannot_be_asked_only_the_first_d_reads(make_setup: Ma
     setup = await make_setup(decode=2)
 
     async def stock(request: web.Request, body: dict[str, Any]) -> web.Response:
-        params = {key: value for key, value in P_PARAMS.items() if key != "claims"}
+        params = {key: value for key, value in P_PARAMS.items() if key != "claim"}
         return web.json_response({"choices": [], "kv_transfer_params": params})
 
     setup.prefill[0].script = stock

@@ -75,6 +75,7 @@ def test_an_option_that_cannot_be_used_is_named(entries: Any) -> None:
         {"remote_port": 65536},
         {"remote_num_tokens": -1},
         {"remote_blocks_expiry_time": "x"},
+        {"remote_request_id": "half of a pair: \ud800"},
         {"do_remote_prefill": True},
         {**HANDOVER, "remote_block_ids": []},
         {**HANDOVER, "remote_host": None},

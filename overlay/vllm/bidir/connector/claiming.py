@@ -4,11 +4,14 @@
     READ posted --------------------> READ done --> counts, and P is told that it may free them
          \\--CLAIM--> "for 25 s" or "gone" --/  \\--> lost: as a load that has failed
 
-P is asked while NIXL reads, so that nobody waits for its answer. It says for how long the blocks
-stay at the least; a READ that ends later is asked about again, when it has ended. P hears that it
-may free them only then: NIXL itself would tell it with the READ's last byte, and P cannot vouch for
-what it has freed. Where D needs none of the blocks it tells P so, and claims them all the same:
-they may be another's, to whom a router has turned.
+P is asked while NIXL reads: its answer is waited for only where that takes longer. It says for how
+long the blocks stay at the least; a READ that ends later is asked about again, when it has ended.
+
+That time ends with this engine's own word that P may free them. So P hears it only when the load
+counts, where NIXL itself would tell it with the READ's last byte; and once it has been said,
+whatever this rank reads of the same handover has no promise, and is asked about afterwards. Where D
+needs none of the blocks it tells P so, and claims them all the same: they may be another D's, to
+whom a router has turned.
 """
 
 from __future__ import annotations
@@ -17,14 +20,15 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vllm.bidir.connector.outcome import LostHandover, WorkerReport
 from vllm.bidir.connector.peer import Asked
 from vllm.bidir.connector.questions import Questions, drain
 from vllm.bidir.connector.reading import ReadingWorker
-from vllm.bidir.connector.stats import BidirStats
 from vllm.bidir.reasons import Reason
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
+    from vllm.bidir.connector.stats import BidirStats
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
         NixlConnectorMetadata,
         RemoteMeta,
@@ -33,23 +37,35 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+# Of so many handovers it is remembered that P has been told.
+_TOLD = 4096
+
+
+@dataclass(frozen=True)
+class ClaimOrder:
+    """What the scheduler tells its workers: P's token, and this engine's name as a reader."""
+
+    token: str
+    reader: str
+
 
 @dataclass
 class _Claim:
-    """A handover that is being read, or of which nothing is needed (not `reads`). `notices` are for
-    the ranks of P that it is read from, by rank; `read_at` (monotonic seconds) is when all of it
-    was found to be there."""
+    """A handover that is being read, or of which nothing is needed (not `reads`).
 
+    `notices` are for the ranks of P that it is read from, by rank. `asked_at` and `read_at`
+    (monotonic seconds): when P was asked last, and when all of it was found to be there. `insists`:
+    P has been asked once more, since it had not answered.
+    """
+
+    order: ClaimOrder
     remote: RemoteMeta
     reads: bool
     notices: list[tuple[int, bytes]] = field(default_factory=list)
     answer: Asked | None = None
+    asked_at: float = 0.0
     read_at: float | None = None
-
-    def is_of(self, other: _Claim) -> bool:
-        """Whether both read the same blocks of P, for two requests of one client's."""
-        mine, theirs = self.remote, other.remote
-        return (mine.engine_id, mine.request_id) == (theirs.engine_id, theirs.request_id)
+    insists: bool = False
 
 
 class ClaimingWorker(ReadingWorker):
@@ -63,9 +79,15 @@ class ClaimingWorker(ReadingWorker):
     def _set_up(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._questions = Questions(timeout_s)
+        self._report = WorkerReport()
         # Ordered, and not yet posted.
-        self._claimable: set[str] = set()
+        self._claimable: dict[str, ClaimOrder] = {}
         self._claims: dict[str, _Claim] = {}
+        # The request whose READs are being posted, if it claims.
+        self._posting: str | None = None
+        # By token: handovers that P has been told of; and those that are done but for a sibling.
+        self._told: dict[str, None] = {}
+        self._owed: dict[str, _Claim] = {}
 
     def shutdown(self) -> None:
         if hasattr(self, "_questions"):
@@ -73,49 +95,56 @@ class ClaimingWorker(ReadingWorker):
         super().shutdown()
 
     def start_load_kv(self, metadata: NixlConnectorMetadata) -> None:
-        """`metadata.claims` are the requests whose P can be asked; other fields as the base."""
-        claims: set[str] = getattr(metadata, "claims", set())
-        self._claimable |= claims
+        """`metadata.claims`: of the requests whose P can be asked; other fields as the base."""
+        claims: dict[str, ClaimOrder] = getattr(metadata, "claims", {})
+        self._claimable.update(claims)
+        if self._claims:
+            self._take_answers()
         super().start_load_kv(metadata)
 
     def _read_blocks_for_req(self, req_id: str, meta: ReqMeta) -> None:
-        claim = None
-        if req_id in self._claimable:
-            self._claimable.discard(req_id)
-            assert meta.remote is not None  # as ordered
-            claim = self._claims[req_id] = _Claim(meta.remote, any(map(len, meta.local_block_ids)))
-            if not claim.reads:
-                claim.read_at = time.monotonic()
+        order = self._claimable.pop(req_id, None)
+        if order is None:
+            super()._read_blocks_for_req(req_id, meta)
+            return
+        assert meta.remote is not None  # as ordered
+        claim = _Claim(order, meta.remote, any(map(len, meta.local_block_ids)))
+        if not claim.reads:
+            claim.read_at = time.monotonic()
+        self._claims[req_id], self._posting = claim, req_id
         super()._read_blocks_for_req(req_id, meta)
-        if claim is not None and not claim.notices:
+        self._posting = None
+        if not claim.notices:
             # It has failed, or is read as the base reads it.
             self._claims.pop(req_id, None)
 
     def _told_by_read(self, request_id: str, rank: int, notice: bytes) -> bytes | None:
         claim = self._claims.get(request_id)
         if claim is None:
-            return notice
+            # Not even by what is still posted of one that has failed on another rank.
+            return None if request_id == self._posting else notice
         if not claim.notices:
             self._ask(request_id, claim)
         claim.notices.append((rank, notice))
         return None
 
     def _ask(self, request_id: str, claim: _Claim) -> None:
-        remote = claim.remote
-        claim.answer = None
-        # All ranks of an engine are one reader: P waits until each has said that it is done.
-        address = (remote.host, remote.port)
-        self._questions.claim(request_id, address, remote.request_id, self.engine_id)
+        claim.answer, claim.asked_at = None, time.monotonic()
+        address = (claim.remote.host, claim.remote.port)
+        order = claim.order
+        self._questions.claim(request_id, address, order.token, order.reader, claim.insists)
+
+    def _take_answers(self) -> None:
+        for request_id, asked in drain(self._questions.claims):
+            claim = self._claims.get(request_id)
+            if claim is not None and asked.asked >= claim.asked_at:
+                claim.answer = asked
 
     def _claimed(self, done: set[str]) -> set[str]:
         """Of the requests whose READs are done, and of those that were: which count now."""
-        for request_id, asked in drain(self._questions.claims):
-            self._questions.note(asked)
-            claim = self._claims.get(request_id)
-            if claim is not None:
-                claim.answer = asked
         if not self._claims:
             return done
+        self._take_answers()
         now = time.monotonic()
         for request_id in done & self._claims.keys():
             self._claims[request_id].read_at = now
@@ -125,63 +154,70 @@ class ClaimingWorker(ReadingWorker):
                 if claim.reads:
                     done.add(request_id)
                 del self._claims[request_id]
-                self._tell(request_id, claim)
+                self._owed[claim.order.token] = claim
+                self._tell(claim.order.token)
         return done
 
     def _counts(self, request_id: str, claim: _Claim, read_at: float, now: float) -> bool:
         """Whether P's blocks stood until they had been read; if they did not, it is lost."""
         answer = claim.answer
         if answer is None:
-            # Twice: another P that is silent may keep the threads for as long.
-            if now > read_at + 2 * self._timeout_s:
-                self._lose_handover(request_id, Reason.TIMEOUT)
+            # Twice: it may have had to wait for a thread.
+            if now > max(read_at, claim.asked_at) + 2 * self._timeout_s:
+                self._lose_handover(request_id, claim, Reason.TIMEOUT)
             return False
         if answer.stands_s is None:
-            self._lose_handover(request_id, answer.reason or Reason.EXPIRED)
+            if answer.reason is Reason.EXPIRED or claim.insists:
+                self._lose_handover(request_id, claim, answer.reason or Reason.EXPIRED)
+            else:
+                # It was busy, or another that was has had it taken for silent.
+                claim.insists = True
+                self._ask(request_id, claim)
             return False
-        if read_at <= answer.asked + answer.stands_s:
+        stands_s = 0.0 if claim.order.token in self._told else answer.stands_s
+        if read_at <= answer.asked + stands_s:
             return True
         self._ask(request_id, claim)
         return False
 
-    def _lose_handover(self, request_id: str, reason: Reason) -> None:
-        if not self._claims[request_id].reads:
-            del self._claims[request_id]  # P frees it without this one's word
-            return
-        logger.warning(
-            "handover req=%s peer=%s: P does not say that its blocks stood until they were read; "
-            "they count as not loaded, reason=%s",
-            request_id,
-            self._claims[request_id].remote.engine_id,
-            reason,
-        )
-        self.xfer_stats.record_lost_handover(str(reason))
-        self._handle_failed_transfer(request_id, None)
+    def _lose_handover(self, request_id: str, claim: _Claim, reason: Reason) -> None:
+        if claim.reads:
+            self._report.lost[request_id] = LostHandover(claim.remote.engine_id, reason)
+            self._handle_failed_transfer(request_id, None)
+        else:
+            self._drop_claim(request_id)  # P frees it without this one's word
 
-    def _tell(self, request_id: str, claim: _Claim) -> None:
-        """P may free what has been read, unless another request of this engine still reads it."""
-        if any(other.is_of(claim) for other in self._claims.values()):
+    def _tell(self, token: str) -> None:
+        """P may free what has been read, unless another request of this rank still reads it."""
+        if any(other.order.token == token for other in self._claims.values()):
             return
+        claim = self._owed.pop(token, None)
+        if claim is None or token in self._told:
+            return
+        if len(self._told) >= _TOLD:
+            del self._told[next(iter(self._told))]
+        self._told[token] = None
+        engine_id = claim.remote.engine_id
         for rank, notice in claim.notices:
-            agent = self._remote_agents[claim.remote.engine_id][0, rank]
             try:
+                agent = self._remote_agents[engine_id][0, rank]
                 self.nixl_wrapper.send_notif(agent, notif_msg=notice)
             except Exception as error:
-                self._log_failure(
-                    failure_type="notification_failed",
-                    req_id=request_id,
-                    msg="P frees the blocks when their time is over",
-                    error=error,
-                    dst_engine_id=claim.remote.engine_id,
-                    remote_rank=rank,
-                )
+                # Of the base's kind, with its counter: P frees the blocks when their time is over.
+                logger.warning("engine %s is not told that it may free: %r", engine_id, error)
                 self.xfer_stats.record_failed_notification()
 
+    def _drop_claim(self, request_id: str) -> None:
+        claim = self._claims.pop(request_id, None)
+        if claim is not None:
+            self._tell(claim.order.token)
+
     def _handle_failed_transfer(self, req_id: str, handle: int | None) -> None:
-        self._claimable.discard(req_id)
-        self._claims.pop(req_id, None)
+        """May be called by a handshake's thread, of a request that has no claim yet."""
+        self._claimable.pop(req_id, None)
+        self._drop_claim(req_id)
         super()._handle_failed_transfer(req_id, handle)
 
     def busy_engines(self) -> set[str]:
-        claimed = {claim.remote.engine_id for claim in list(self._claims.values())}
-        return super().busy_engines() | claimed
+        reading = {one.remote.engine_id for one in list(self._claims.values()) if one.reads}
+        return super().busy_engines() | reading

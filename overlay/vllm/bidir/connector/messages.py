@@ -6,7 +6,7 @@ P asks D about a read-back, D asks P about a handover:
     HOLD     [HOLD, lease_id]             -> [epoch, engine_id, agents, tp_size, block_ids,
                                               valid_tokens, digest]
     CONFIRM  [CONFIRM, lease_id, epoch]   -> true or false
-    CLAIM    [CLAIM, request_id, reader]  -> seconds for which it stands at the least; 0: it stands
+    CLAIM    [CLAIM, token, reader]       -> seconds for which it stands at the least; 0: it stands
     gone, or not understood               -> nil
 
 The base's own message is [GET_META, pp_rank, tp_rank] and is answered as the base answers it.
@@ -26,8 +26,8 @@ HOLD = b"bidir_hold/1"
 CONFIRM = b"bidir_confirm/1"
 CLAIM = b"bidir_claim/1"
 _MAX_LEASE_ID = 64
-# Of request and engine ids that a claim names: clients have a say in them.
-MAX_NAME = 512
+# Of what a claim names.
+MAX_NAME = 256
 _MAX_MESSAGE = 4096
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -63,8 +63,8 @@ def ask_confirm(lease_id: str, epoch: int) -> bytes:
     return _encode((CONFIRM, lease_id, epoch))
 
 
-def ask_claim(request_id: str, reader: str) -> bytes:
-    return _encode((CLAIM, request_id, reader))
+def ask_claim(token: str, reader: str) -> bytes:
+    return _encode((CLAIM, token, reader))
 
 
 def read_hold(answer: bytes) -> HoldAnswer | None:
@@ -136,7 +136,7 @@ class SideChannel:
             return [_encode(self._hold(rest[0]))]
         if word == CONFIRM and len(rest) == 2 and _is_lease(rest[0]) and type(rest[1]) is int:
             return [_encode(self._kept.confirm(rest[0], rest[1]))]
-        if word == CLAIM and len(rest) == 2 and all(is_name(name) for name in rest):
+        if word == CLAIM and len(rest) == 2 and all(_is_name(name) for name in rest):
             return [_encode(self._handed.claim(rest[0], rest[1]))]
         if word == self._get_meta and len(rest) == 2 and all(type(rank) is int for rank in rest):
             payload = self._metadata.get((rest[0], rest[1]))
@@ -161,8 +161,7 @@ class SideChannel:
         )
 
 
-def is_name(value: object) -> bool:
-    """Whether a claim can name it."""
+def _is_name(value: object) -> bool:
     return isinstance(value, str) and 0 < len(value) <= MAX_NAME
 
 

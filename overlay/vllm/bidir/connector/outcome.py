@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the workers tell the scheduler about read-backs, and how several ranks' words add up."""
+"""What the workers tell the scheduler about transfers, and how several ranks' words add up."""
 
 from __future__ import annotations
 
@@ -36,16 +36,26 @@ class Outcome:
         )
 
 
+@dataclass(frozen=True)
+class LostHandover:
+    """A prompt that was read of this peer and does not count, and why."""
+
+    engine_id: str
+    reason: Reason
+
+
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
     """News of one step: `outcomes` of finished read-backs; by how many the `writers` of a request
-    have changed, which are ranks whose READ was given up and has not ended."""
+    have changed, which are ranks whose READ was given up and has not ended; handovers that are
+    `lost`."""
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     writers: dict[str, int] = field(default_factory=dict)
+    lost: dict[str, LostHandover] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.outcomes or self.writers)
+        return bool(self.outcomes or self.writers or self.lost)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, WorkerReport)  # all ranks run the same worker
@@ -54,4 +64,5 @@ class WorkerReport(KVConnectorWorkerMetadata):
             self.outcomes[request_id] = outcome if mine is None else mine.with_rank(outcome)
         for request_id, change in other.writers.items():
             self.writers[request_id] = self.writers.get(request_id, 0) + change
+        self.lost |= other.lost
         return self

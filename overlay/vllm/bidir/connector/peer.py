@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from vllm.bidir.connector.messages import (
     read_hold,
 )
 from vllm.bidir.reasons import Reason
-from vllm.utils.network_utils import make_zmq_path, make_zmq_socket
+from vllm.utils.network_utils import is_valid_ipv6_address, make_zmq_path
 
 
 @dataclass(frozen=True)
@@ -62,17 +63,19 @@ def confirm(host: str, port: int, lease_id: str, epoch: int, timeout_s: float) -
     return _ask(host, port, ask_confirm(lease_id, epoch), timeout_s, understand)
 
 
-def claim(host: str, port: int, request_id: str, reader: str, timeout_s: float) -> Asked:
+def claim(host: str, port: int, token: str, reader: str, timeout_s: float) -> Asked:
     """CLAIM. A handover that is gone, or another reader's, is Reason.EXPIRED."""
 
     def understand(frame: bytes) -> Asked:
         stands_s = read_claim(frame)
         return Asked(stands_s=stands_s, reason=Reason.EXPIRED if stands_s is None else None)
 
-    return _ask(host, port, ask_claim(request_id, reader), timeout_s, understand)
+    return _ask(host, port, ask_claim(token, reader), timeout_s, understand)
 
 
-_FAILURES = (zmq.ZMQError, MalformedMessageError, ValueError)
+_FAILURES = (zmq.ZMQError, MalformedMessageError, ValueError, OSError)
+# Of an answer: block ids of a turn of 10 million tokens.
+_MAX_ANSWER = 4 << 20
 
 
 def _ask(
@@ -87,13 +90,20 @@ def _ask(
 
 
 def _exchange(host: str, port: int, message: bytes, timeout_s: float) -> bytes:
+    # Here, where only this question waits for it: ZMQ looks names up in a thread that it has once
+    # for a context.
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    address = str(found[0][4][0])
     # The process's own context: one for each question costs more than the question.
-    path = make_zmq_path("tcp", host, port)
-    with make_zmq_socket(zmq.Context.instance(), path, zmq.REQ, bind=False, linger=0) as socket:
-        socket.setsockopt(zmq.SNDTIMEO, int(timeout_s * 1000))
-        socket.setsockopt(zmq.RCVTIMEO, int(timeout_s * 1000))
-        socket.send(message)
-        frames: list[bytes] = socket.recv_multipart()
+    with zmq.Context.instance().socket(zmq.REQ) as asking:
+        asking.setsockopt(zmq.LINGER, 0)
+        asking.setsockopt(zmq.MAXMSGSIZE, _MAX_ANSWER)
+        asking.setsockopt(zmq.SNDTIMEO, int(timeout_s * 1000))
+        asking.setsockopt(zmq.RCVTIMEO, int(timeout_s * 1000))
+        asking.setsockopt(zmq.IPV6, is_valid_ipv6_address(address))
+        asking.connect(make_zmq_path("tcp", address, port))
+        asking.send(message)
+        frames: list[bytes] = asking.recv_multipart()
     return frames[0]
 
 

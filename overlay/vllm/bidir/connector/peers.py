@@ -99,7 +99,7 @@ def check_shape(transfer: object) -> None:
     if not isinstance(transfer, dict):
         raise ValueError(f"kv_transfer_params must be an object, not {type(transfer).__name__}")
     for key in ("remote_engine_id", "remote_request_id", "remote_host", "lease_id"):
-        if not isinstance(transfer.get(key), (str, type(None))):
+        if not _is_text(transfer.get(key)):
             raise ValueError(f"kv_transfer_params.{key} must be a string")
     for key, least, most in _INTEGERS:
         value = transfer.get(key)
@@ -117,6 +117,14 @@ def check_shape(transfer: object) -> None:
         for key in _HANDOVER:
             if not transfer.get(key):
                 raise ValueError(f"kv_transfer_params with do_remote_prefill need {key}")
+
+
+def _is_text(value: object) -> bool:
+    """A string that can be sent, or None: half of a surrogate pair cannot."""
+    try:
+        return value is None or (isinstance(value, str) and len(value.encode()) >= len(value))
+    except UnicodeEncodeError:
+        return False
 
 
 def _are_block_ids(group: object) -> bool:

@@ -21,6 +21,8 @@ logger = init_logger(__name__)
 # threads that the answers of others wait for.
 SILENCE_S = 5.0
 _THREADS = 8
+# Handovers are many, and each has a claim; so many peers' may be silent at once.
+_CLAIMS = 64
 _T = TypeVar("_T")
 
 
@@ -36,7 +38,7 @@ class Questions:
         # Apart: the holds of silent peers must not delay what is all but done.
         self._confirmers = ThreadPoolExecutor(_THREADS, thread_name_prefix="bidir_confirm")
         # Of handovers, which an engine reads that reads nothing back.
-        self._claimers = ThreadPoolExecutor(_THREADS, thread_name_prefix="bidir_claim")
+        self._claimers = ThreadPoolExecutor(_CLAIMS, thread_name_prefix="bidir_claim")
         # Apart, too: nobody waits for these.
         self._leavers = ThreadPoolExecutor(1, thread_name_prefix="bidir_let_go")
         self._silent_until: dict[tuple[str, int], float] = {}
@@ -69,20 +71,33 @@ class Questions:
         )
 
     def claim(
-        self, request_id: str, address: tuple[str, int], remote_request_id: str, reader: str
+        self,
+        request_id: str,
+        address: tuple[str, int],
+        token: str,
+        reader: str,
+        insists: bool = False,
     ) -> None:
-        """Ask P at `address` whether its blocks of `remote_request_id` stand for this reader."""
+        """Ask P at `address` whether the handover with this token stands for this reader.
+
+        One that was lately silent is asked only by who insists.
+        """
         self._claimers.submit(
             _ask,
             self.claims,
             request_id,
-            lambda: self._claim(address, remote_request_id, reader),
+            lambda: self._claim(address, token, reader, insists),
         )
 
-    def _claim(self, address: tuple[str, int], request_id: str, reader: str) -> peer.Asked:
-        if self._was_silent(address):
-            return peer.Asked(reason=Reason.PEER_GONE)
-        return peer.claim(*address, request_id, reader, self._timeout_s)
+    def _claim(
+        self, address: tuple[str, int], token: str, reader: str, insists: bool
+    ) -> peer.Asked:
+        if self._closed or (self._was_silent(address) and not insists):
+            return peer.Asked(reason=Reason.PEER_GONE, asked=time.monotonic())
+        asked = peer.claim(*address, token, reader, self._timeout_s)
+        # At once: others wait for these threads.
+        self.note(asked)
+        return asked
 
     def let_go(self, source: Source, epoch: int) -> None:
         """End a hold whose blocks are not read, or no longer; what D answers changes nothing.
@@ -133,7 +148,7 @@ def _ask(
         asked = question()
     except Exception:
         logger.exception("req=%s: its peer could not be asked", request_id)
-        asked = peer.Asked(reason=Reason.PEER_GONE)
+        asked = peer.Asked(reason=Reason.PEER_GONE, asked=time.monotonic())
     answers.put((request_id, asked))
 
 

@@ -10,6 +10,7 @@ answers from the proof, `update_state_after_alloc` takes the one attempt that a 
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm.bidir.connector import agents, handed, support
+from vllm.bidir.connector.claiming import ClaimOrder
 from vllm.bidir.connector.decision import Match, gain, match
 from vllm.bidir.connector.fingerprint import fingerprint
 from vllm.bidir.connector.given_up import WrittenBlocks
@@ -25,9 +27,9 @@ from vllm.bidir.connector.handed import HandedOver
 from vllm.bidir.connector.kept import KeptTurn, KeptTurns, new_lease_id
 from vllm.bidir.connector.leases import LeaseOptions, Leases
 from vllm.bidir.connector.listener import start_listener
-from vllm.bidir.connector.messages import SideChannel, is_name
+from vllm.bidir.connector.messages import SideChannel
 from vllm.bidir.connector.options import read_options
-from vllm.bidir.connector.outcome import Outcome, WorkerReport
+from vllm.bidir.connector.outcome import LostHandover, Outcome, WorkerReport
 from vllm.bidir.connector.placing import last_blocks, only_group, place
 from vllm.bidir.connector.proof import make_proof
 from vllm.bidir.connector.read_back import ReadBack
@@ -91,9 +93,12 @@ class BidirScheduler(NixlPullConnectorScheduler):
         self._read_backs: dict[str, ReadBack] = {}
         self._orders: dict[str, ReadBack] = {}
         self._outcomes: dict[str, Outcome] = {}
-        self._handovers: dict[str, tuple[bytes, ...]] = {}
-        # Those whose P can be asked whether it still has them.
-        self._claims: set[str] = set()
+        self._named_agents: dict[str, tuple[bytes, ...]] = {}
+        # Those whose P can be asked whether it still has them; those that a rank has lost.
+        self._claims: dict[str, ClaimOrder] = {}
+        self._lost: dict[str, LostHandover] = {}
+        # Another process of the same engine id is another reader, and all ranks are one.
+        self._reader = f"{engine_id[:64]}/{secrets.token_hex(8)}"
         self.handed = HandedOver()
         self._speed = PrefillSpeed()
         # Of the request that is asked about next: the scheduler goes through them one by one.
@@ -237,19 +242,17 @@ class BidirScheduler(NixlPullConnectorScheduler):
         elif params and params.get("do_remote_prefill"):
             named = agents.parse_agents(params.get(agents.PARAM))
             if named is not None:
-                self._handovers[request.request_id] = named
-            self._claim(request)
+                self._named_agents[request.request_id] = named
+            if self._claim(request) and num_external_tokens == 0:
+                self.rest.look_again()
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def _claim(self, request: Request) -> None:
+    def _claim(self, request: Request) -> bool:
         """Have the workers claim its handover, if P can be asked."""
-        params = request.kv_transfer_params or {}
-        if (
-            params.get(handed.PARAM) == handed.VERSION
-            and is_name(params.get("remote_request_id"))
-            and is_name(self.engine_id)
-        ):
-            self._claims.add(request.request_id)
+        token = handed.parse_token((request.kv_transfer_params or {}).get(handed.PARAM))
+        if token is not None:
+            self._claims[request.request_id] = ClaimOrder(token, self._reader)
+        return token is not None
 
     def _attempt(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Take the request's one attempt: order the read, or count why there is none."""
@@ -313,8 +316,8 @@ class BidirScheduler(NixlPullConnectorScheduler):
         meta = super().build_connector_meta(scheduler_output)
         # Beside the base's own orders; its class travels unchanged.
         meta.read_backs, self._read_backs = self._read_backs, {}
-        meta.agents, self._handovers = self._handovers, {}
-        meta.claims, self._claims = self._claims, set()
+        meta.agents, self._named_agents = self._named_agents, {}
+        meta.claims, self._claims = self._claims, {}
         self.rest.stepped()
         return meta
 
@@ -357,18 +360,18 @@ class BidirScheduler(NixlPullConnectorScheduler):
         self._local.pop(request.request_id, None)
         self._attempted.discard(request.request_id)
         self._note_speed(request)
-        if (request.kv_transfer_params or {}).get("do_remote_prefill"):
+        unread = (request.kv_transfer_params or {}).get("do_remote_prefill")
+        if unread and self._claim(request):
             # It was aborted before it was scheduled: P is told that it may free its blocks.
-            self._claim(request)
             self.rest.look_again()
         keeps, params = super().request_finished(request, block_ids)
         if params is not None:
             if params["do_remote_prefill"]:
                 # P's answer: a router gives D's state only to a P that verifies it.
                 params = {**params, "readback": 1, agents.PARAM: agents.to_params(self._agents)}
-                if keeps and is_name(request.request_id):
-                    self.handed.add(request.request_id, self._reqs_need_send[request.request_id])
-                    params[handed.PARAM] = handed.VERSION
+                if keeps:
+                    until = self._reqs_need_send[request.request_id]
+                    params[handed.PARAM] = self.handed.add(request.request_id, until)
                 # Its reader may be done at any time.
                 due, interval = 0.0, self._kv_lease_duration / 10
             else:
@@ -489,9 +492,23 @@ class BidirScheduler(NixlPullConnectorScheduler):
             outcome = self._outcomes.pop(request_id, None)
             if order is not None and outcome is not None:
                 self._decided(request_id, order, outcome)
+            lost = self._lost.pop(request_id, None)
+            if lost is not None:
+                self._lose_handover(request_id, lost)
         super().update_connector_output(connector_output)
 
+    def _lose_handover(self, request_id: str, lost: LostHandover) -> None:
+        self.stats.record_lost_handover(str(lost.reason))
+        logger.warning(
+            "handover req=%s peer=%s: P does not say that it had the blocks until they were read; "
+            "they count as not loaded, reason=%s",
+            request_id,
+            lost.engine_id,
+            lost.reason,
+        )
+
     def _heard(self, report: WorkerReport) -> None:
+        self._lost |= report.lost
         for request_id, outcome in report.outcomes.items():
             others = self._outcomes.get(request_id)
             self._outcomes[request_id] = others.with_rank(outcome) if others else outcome

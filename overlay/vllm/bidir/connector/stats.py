@@ -48,7 +48,7 @@ class BidirStats(NixlKVConnectorStats):
         self.data[_KEY] = []
         # [direction, engine id, descriptors, seconds to post, seconds to its end, bytes]
         self.data[_TRANSFERS] = []
-        # Why each handover that was lost does not count.
+        # Of each handover that was lost: why.
         self.data[_LOST] = []
         # At most one: what is kept after the last change.
         self.data[_LEASES] = []
@@ -77,7 +77,7 @@ class BidirStats(NixlKVConnectorStats):
         self._add(RECOMPUTE, reason, verified, 0, computed)
 
     def record_lost_handover(self, reason: str) -> None:
-        """What D has read of a prompt was not P's any more, or P does not say so."""
+        """What D has read of a prompt is not used: P does not say that it still had it."""
         self.data[_LOST].append(reason)
 
     def record_leases(self, totals: dict[str, Any]) -> None:

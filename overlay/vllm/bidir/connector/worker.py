@@ -102,7 +102,6 @@ class BidirWorker(ClaimingWorker):
         # Engines whose last handshake, that nobody waited for, has failed.
         self._unmet: set[str] = set()
         self._given_up = GivenUpReads(self._still_runs)
-        self._report = WorkerReport()
 
     def start_load_kv(self, metadata: NixlConnectorMetadata) -> None:
         orders: dict[str, ReadBack] = getattr(metadata, "read_backs", {})

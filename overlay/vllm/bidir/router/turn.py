@@ -274,7 +274,7 @@ class Turns:
                 return done
             # That D may have read what P handed over, and P have freed it: another D would find
             # anything there. One that asks P first is told so.
-            spent = spent or (params is not None and params.get("claims") != 1)
+            spent = spent or (params is not None and not params.get("claim"))
             # Once for both tries: a node that serves the turn alone is none that has failed.
             self._decode.failed(node)
             refusal = done or refusal
