@@ -6,13 +6,15 @@ import asyncio
 import socket
 import struct
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, closing
+from typing import Any
 
 import pytest
 from vllm.bidir.router.address import Address
 from vllm.bidir.router.names import Names
 from vllm.bidir.router.node_client import NodeClient
+from vllm.bidir.router.node_connection import NodeConnection
 from vllm.bidir.router.reply import AnswerError
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -82,6 +84,39 @@ async def test_an_answer_is_read_whole_and_its_connection_used_again(
         with closing(NodeClient(5)) as client:
             assert [await ask(client, address) for _ in range(3)] == [b"hello"] * 3
     assert node.connections == 1
+
+
+class Sent(asyncio.Transport):
+    """Remembers what it is given to send in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[bytes] = []
+
+    def write(self, data: Any) -> None:
+        self.calls.append(bytes(data))
+
+    def writelines(self, list_of_data: Iterable[Any]) -> None:
+        self.calls.append(b"".join(list_of_data))
+
+    def is_closing(self) -> bool:
+        return False
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("body", [b"", b"{}"])
+async def test_a_request_is_sent_at_once(body: bytes) -> None:
+    """A node that is sent its head first wakes twice, and so does the system here."""
+    sent, idle = Sent(), list[NodeConnection]()
+    connection = NodeConnection(idle.append, lambda gone: None)
+    connection.connection_made(sent)
+    asking = asyncio.ensure_future(connection.ask(b"HEAD\r\n\r\n", body))
+    await asyncio.sleep(0)
+    connection.data_received(SIZED)
+    assert await (await asking).read() == b"hello"
+    assert sent.calls == [b"HEAD\r\n\r\n" + body] and idle == [connection]
 
 
 @pytest.mark.parametrize("in_pieces", [False, True])

@@ -56,9 +56,8 @@ class NodeConnection(asyncio.Protocol):
             raise NodeDownError
         reply = self._reply = Reply(self, node)
         self._complete = False
-        self._transport.write(head)
-        if body:
-            self._transport.write(body)
+        # In one system call, and the node wakes once: each costs more than all that is said here.
+        self._transport.writelines((head, body) if body else (head,))
         try:
             await reply.begun()
         except BaseException:
