@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from aiohttp import HttpVersion, HttpVersion10, HttpVersion11, web
+from aiohttp.test_utils import TestClient, TestServer
 from vllm.bidir.router.client_stream import ClientGoneError, ClientStream
 from vllm.bidir.router.runtime import new_event_loop
 
@@ -98,3 +100,59 @@ def test_whatever_the_loop(
         loop.run_until_complete(run())
     finally:
         loop.close()
+
+
+class Written:
+    """A client's connection that remembers what it is given to send in each call."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self.calls: list[bytes] = []
+        self._transport = transport
+
+    def write(self, data: bytes) -> None:
+        self.calls.append(data)
+        self._transport.write(data)
+
+    def writelines(self, lines: Iterable[bytes]) -> None:
+        self.write(b"".join(lines))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+@pytest.mark.parametrize("version", [HttpVersion10, HttpVersion11])
+@pytest.mark.parametrize("first", [b"one", b""])
+@pytest.mark.parametrize("last", [b"three", b""])
+async def test_the_head_goes_with_the_first_piece_and_the_end_with_the_last(
+    version: HttpVersion, first: bytes, last: bytes
+) -> None:
+    """Each packet costs more than what is in it."""
+    made: list[Written] = []
+
+    async def handler(http: web.Request) -> web.StreamResponse:
+        assert http.transport is not None
+        made.append(Written(http.transport))
+        http.protocol.transport = cast(Any, made[0])
+        stream = await ClientStream.begin(http, "text/event-stream", {"X-Kind": "test"}, first)
+        assert stream.sent == first
+        assert stream.put(b"two") and stream.sent == b"two"
+        await stream.end(last)
+        return stream.response
+
+    app = web.Application()
+    app.router.add_get("/", handler)
+    async with TestClient(TestServer(app), version=version) as client:
+        response = await client.get("/")
+        assert await response.read() == first + b"two" + last
+        assert response.headers["X-Kind"] == "test"
+        assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+    chunked = version == HttpVersion11
+    begin, second, *end = made[0].calls
+    assert begin.startswith(b"HTTP/1.") and begin.endswith(
+        b"\r\n\r\n3\r\none\r\n" if chunked and first else b"\r\n\r\n" + first
+    )
+    assert second == (b"3\r\ntwo\r\n" if chunked else b"two")
+    if chunked:
+        assert end == [b"5\r\nthree\r\n0\r\n\r\n" if last else b"0\r\n\r\n"]
+    else:
+        assert end == [last] * bool(last)

@@ -207,9 +207,9 @@ async def relayed(client: NodeClient, address: Address, often: int = 1) -> bytes
             taken.append(piece)
             return len(taken) % often != 0
 
-        while not await reply.relay(take):
+        while (last := await reply.relay(take)) is None:
             await asyncio.sleep(0)
-    return b"".join(taken)
+    return b"".join((*taken, last))
 
 
 LONG = b"x" * 3_000_000
@@ -267,6 +267,33 @@ async def test_a_relayed_answer_that_breaks_off_is_an_error(end: str, relaying: 
     with pytest.raises(AnswerError):
         await relayed(relaying, address)
     server.close()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "taken", "last"),
+    [
+        ([CHUNKED], [], b"hello"),
+        ([CHUNKED[:-16], CHUNKED[-16:]], [b"hel"], b"lo"),
+        ([CHUNKED[:-11], CHUNKED[-11:]], [b"hello"], b""),
+    ],
+)
+async def test_what_comes_with_the_end_of_a_relayed_answer_is_returned(
+    pieces: list[bytes], taken: list[bytes], last: bytes
+) -> None:
+    """So that it can go on in the same packet as the end."""
+    connection = NodeConnection(lambda idle: None, lambda gone: None)
+    connection.connection_made(Sent())
+    asking = asyncio.ensure_future(connection.ask(b"HEAD\r\n\r\n", b""))
+    await asyncio.sleep(0)
+    head = CHUNKED.index(b"3;x=y")
+    connection.data_received(CHUNKED[:head])
+    reply, found = await asking, list[bytes]()
+    relaying = asyncio.ensure_future(reply.relay(lambda piece: not found.append(piece)))
+    await asyncio.sleep(0)
+    for piece in pieces:
+        connection.data_received(piece.removeprefix(CHUNKED[:head]))
+        await asyncio.sleep(0)
+    assert (found, await relaying) == (taken, last)
 
 
 async def test_who_gives_a_relayed_answer_up_ends_it(relaying: NodeClient) -> None:

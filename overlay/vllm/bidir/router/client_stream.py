@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client is sent of a stream: its head by aiohttp, the rest straight to its connection.
+"""What a client is sent of a stream: head and end by aiohttp, the rest straight to its connection.
 
 aiohttp's own way to write awaits, for every event of a hundred bytes, what is hardly ever to be
 waited for.
@@ -21,6 +21,12 @@ class ClientGoneError(ConnectionResetError):
     """Nobody is there to be sent anything."""
 
 
+class _Streamed(web.StreamResponse):
+    """One whose head goes with its first bytes, as that of a whole answer does."""
+
+    _send_headers_immediately = False
+
+
 class ClientStream:
     """A response that has begun."""
 
@@ -34,24 +40,33 @@ class ClientStream:
         self._writer = writer
         self._transport = transport
         self._chunked = response.chunked
+        # The piece that was sent last.
+        self.sent = b""
 
     @classmethod
     async def begin(
-        cls, http: web.Request, content_type: str, headers: Mapping[str, str]
+        cls, http: web.Request, content_type: str, headers: Mapping[str, str], first: bytes
     ) -> ClientStream:
-        """Send the head; ClientGoneError."""
-        response = web.StreamResponse(headers=headers)
+        """Send the head, and the first bytes, if there are any, in the same packet.
+
+        ClientGoneError.
+        """
+        response = _Streamed(headers=headers)
         response.content_type = content_type
         response.charset = "utf-8"
         response.headers["Cache-Control"] = "no-cache"
         response.headers["X-Accel-Buffering"] = "no"  # else nginx hands tokens on in lumps
         if http.version >= HttpVersion11:
             response.enable_chunked_encoding()
+        else:
+            response.force_close()  # nothing else says where it ends
         writer = await response.prepare(http)
         if writer is None or http.transport is None:
             raise ClientGoneError
-        await writer.write(b"")  # aiohttp would keep the head for the first piece
-        return cls(response, writer, http.transport)
+        await writer.write(first)
+        begun = cls(response, writer, http.transport)
+        begun.sent = first
+        return begun
 
     def put(self, piece: bytes) -> bool:
         """Send it; False where the client reads more slowly than this writes: `drain` first.
@@ -61,6 +76,7 @@ class ClientStream:
         transport = self._transport
         if transport.is_closing():
             return False
+        self.sent = piece
         transport.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece)
         return transport.get_write_buffer_size() <= _MAX_BUFFERED
 
@@ -70,5 +86,6 @@ class ClientStream:
             raise ClientGoneError
         await self._writer.drain()
 
-    async def end(self) -> None:
-        await self.response.write_eof()
+    async def end(self, last: bytes) -> None:
+        """Send what is left, and in the same packet that this is all; ConnectionResetError."""
+        await self.response.write_eof(last)

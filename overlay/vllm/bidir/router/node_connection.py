@@ -103,7 +103,7 @@ class NodeConnection(asyncio.Protocol):
             body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
             pieces.clear()
             if self._reply is not None:
-                self._reply.receive(body)
+                self._reply.receive(body, self._complete)
             if not self._complete and fault is None:
                 return
         else:

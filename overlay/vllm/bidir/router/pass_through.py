@@ -12,7 +12,7 @@ from vllm.bidir.router.stream import StreamFilter
 
 class PassThrough:
     """Hands on what a filter leaves. `note` is awaited when the filter has found something, before
-    the client sees what follows; `sent` is what the client was sent last.
+    the client sees what follows.
     """
 
     def __init__(
@@ -22,7 +22,6 @@ class PassThrough:
         client: ClientStream,
         note: Callable[[], Awaitable[None]],
     ) -> None:
-        self.sent = b""
         self._upstream = upstream
         self._filter = taken
         self._client = client
@@ -30,16 +29,17 @@ class PassThrough:
         # What the client gets once what was found in it has been noted.
         self._after_note: bytes | None = None
 
-    async def run(self, first: bytes) -> None:
-        """All that comes after its first bytes, and those.
+    async def run(self, first: bytes) -> bytes:
+        """All that comes after its first bytes, and those; what is left for the client at the end.
 
-        Raises AnswerError if D's stream breaks off, ValueError if it cannot be one, and
-        ClientGoneError.
+        In that the filter may have found something. Raises AnswerError if D's stream breaks off,
+        ValueError if it cannot be one, and ClientGoneError.
         """
-        if not self._take(first):
+        if first and not self._take(first):
             await self._go_on()
-        while not await self._upstream.relay(self._take):
+        while (last := await self._upstream.relay(self._take)) is None:
             await self._go_on()
+        return self._filter.feed(last) + self._filter.finish()
 
     async def _go_on(self) -> None:
         """After a piece that could not be handed on at once, or not at all yet."""
@@ -47,7 +47,6 @@ class PassThrough:
         if piece is not None:
             await self._note()
             if piece:
-                self.sent = piece
                 self._client.put(piece)
         await self._client.drain()
 
@@ -60,13 +59,4 @@ class PassThrough:
                 return False
             if not piece:
                 return True
-        self.sent = piece
         return self._client.put(piece)
-
-    async def finish(self) -> None:
-        """What is left when D's stream has ended."""
-        left = self._filter.finish()
-        await self._note()
-        if left:
-            self.sent = left
-            self._client.put(left)

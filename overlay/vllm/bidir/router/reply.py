@@ -84,27 +84,29 @@ class Reply:
             await self._wait()
         return self._pop()
 
-    async def relay(self, take: Take) -> bool:
+    async def relay(self, take: Take) -> bytes | None:
         """Hand the body over as it comes; `take` is called from within the event loop.
 
-        True at its end; False once `take` has returned False, which means not now. Errors are
-        AnswerError, if the answer breaks off, and those of `take`.
+        At its end what has come together with that, b"" for nothing: whoever asks for it can send
+        it on together with an end. None once `take` has returned False, which means not now.
+        Errors are AnswerError, if the answer breaks off, and those of `take`.
         """
-        while self._held:
-            if not take(self._pop()):
-                return False
-        while self._more_to_come():
-            self._take = take
-            try:
-                await self._wait()
-            finally:
-                self._take = None
-            refusal, self._refusal = self._refusal, None
-            if refusal is False:
-                return False
-            if refusal is not None:
-                raise refusal
-        return True
+        while not self._is_whole():
+            if self._held:
+                if not take(self._pop()):
+                    return None
+            elif self._more_to_come():
+                self._take = take
+                try:
+                    await self._wait()
+                finally:
+                    self._take = None
+                refusal, self._refusal = self._refusal, None
+                if refusal is False:
+                    return None
+                if refusal is not None:
+                    raise refusal
+        return self._pop()
 
     def close(self) -> None:
         """Before its end this ends the request on the node as well."""
@@ -132,10 +134,10 @@ class Reply:
         while not self.status and self._more_to_come():
             await self._wait()
 
-    def receive(self, body: bytes) -> None:
-        """The connection has read a piece of the body."""
+    def receive(self, body: bytes, last: bool = False) -> None:
+        """The connection has read a piece of the body; `last`: `end` is called next."""
         self.heard += 1
-        if self._take is None:
+        if self._take is None or last:
             self._held.append(body)
             self._size += len(body)
             if self._size > self._most and self._connection is not None:
@@ -166,6 +168,10 @@ class Reply:
         watch, self._while_up = self._while_up, None
         if watch is not None:
             watch.end()
+
+    def _is_whole(self) -> bool:
+        """Whether all of it has come."""
+        return self._connection is None and self._fault is None
 
     def _more_to_come(self) -> bool:
         if self._fault is not None:

@@ -354,18 +354,27 @@ class Turns:
     ) -> web.StreamResponse:
         turn.progress.stream_begins(turn.reuse)
         ANSWER_BEGUN.set(True)
-        client = await ClientStream.begin(http, _EVENT_STREAM, _headers(turn))
+        taken = StreamFilter() if turn.asked is None else ResponsesFilter()
+        at_once, first = (first, b"") if taken.passes(first) else (b"", first)
+        client = await ClientStream.begin(http, _EVENT_STREAM, _headers(turn), at_once)
         # A client may go as soon as it has its answer, a moment before this is cancelled.
         with suppress(ConnectionResetError):
-            await self._pass_through(client, turn, node, upstream, first)
-            await client.end()
+            await client.end(await self._pass_through(client, taken, turn, node, upstream, first))
         return client.response
 
     async def _pass_through(
-        self, client: ClientStream, turn: Turn, node: Node, upstream: Reply, first: bytes
-    ) -> None:
-        """D's stream for the client. Its params are kept before the client sees its end."""
-        taken = StreamFilter() if turn.asked is None else ResponsesFilter()
+        self,
+        client: ClientStream,
+        taken: StreamFilter,
+        turn: Turn,
+        node: Node,
+        upstream: Reply,
+        first: bytes,
+    ) -> bytes:
+        """D's stream for the client, from `first` on, up to the last of it, which is returned.
+
+        Its params are kept before the client sees its end.
+        """
         kept = False
 
         async def note() -> None:
@@ -377,20 +386,19 @@ class Turns:
                 said, taken.said = taken.said, None
                 await self._keep_response(turn, said)
 
-        passing = PassThrough(upstream, taken, client, note)
         try:
-            await passing.run(first)
+            left = await PassThrough(upstream, taken, client, note).run(first)
         except ClientGoneError:
             raise  # nobody has failed
         except (*Unreachable, ValueError) as error:
             self._failed(turn, "decode", node, type(error).__name__)
             message = "The decode node failed in the middle of its answer."
-            client.put(error_event(502, message, turn.request.path, passing.sent))
-            return
-        await passing.finish()
+            return error_event(502, message, turn.request.path, client.sent)
+        await note()
         if not kept:
             await self._keep(turn, node, None)
         turn.progress.answered(turn.reuse)
+        return left
 
     async def _keep(self, turn: Turn, node: Node, params: dict[str, Any] | None) -> None:
         """Remember what D has kept of a turn that it has answered, or that it has kept nothing."""
