@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm.bidir.router.log_lines import LogLines
+from vllm.bidir.router.log_lines import Lines, LogLines
 
+# What is to be written has been by then.
+LONG_S = 0.2
 OVERLAY = Path(__file__).resolve().parents[2] / "overlay"
 
 
@@ -42,19 +44,29 @@ def logger(writes: Writes) -> Iterator[logging.Logger]:
     handler.close()
 
 
-async def test_the_lines_of_one_round_are_written_behind_it_at_once(
+async def test_the_lines_of_a_while_are_written_behind_it_at_once(
     logger: logging.Logger, writes: Writes
 ) -> None:
     said = ["one"]
     logger.info("%s", said)
+    await asyncio.sleep(0)
     said.append("two")
     logger.info("%s", said)
     assert writes.seen == []
-    await asyncio.sleep(0)
+    await asyncio.sleep(LONG_S)
     assert writes.seen == ["['one']\n['one', 'two']\n"]
     logger.info("later")
-    await asyncio.sleep(0)
+    await asyncio.sleep(LONG_S)
     assert writes.seen[1:] == ["later\n"]
+
+
+def test_each_line_has_its_own_time() -> None:
+    form = "%(asctime)s %(message)s", "%m-%d %H:%M:%S"
+    ours, loggings = Lines(*form), logging.Formatter(*form)
+    record = logging.makeLogRecord({"msg": "said"})
+    for created in (0.1, 0.9, 1.0, 86_400.0, 0.5, 1_800_000_000.25, 1_800_000_001.0):
+        record.created = created
+        assert ours.format(record) == loggings.format(record)
 
 
 async def test_a_warning_is_written_at_once_and_overtakes_nothing(
@@ -63,7 +75,7 @@ async def test_a_warning_is_written_at_once_and_overtakes_nothing(
     logger.info("before")
     logger.warning("now")
     assert "".join(writes.seen) == "before\nnow\n"
-    await asyncio.sleep(0)
+    await asyncio.sleep(LONG_S)
     assert "".join(writes.seen) == "before\nnow\n"
 
 
@@ -80,7 +92,7 @@ async def test_a_line_that_cannot_be_made_takes_no_other_with_it(
     logger.info("before")
     logger.info("%d", "no number")
     logger.info("behind")
-    await asyncio.sleep(0)
+    await asyncio.sleep(LONG_S)
     assert writes.getvalue() == "before\nbehind\n"
     assert "no number" in capsys.readouterr().err  # logging's own word about it
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,8 @@ from tools.cluster.readiness import Report, answers_health, to_stderr, wait_unti
 START_TIMEOUT_S = 60.0
 # What the router gives the turns under way when it is asked to stop, and more than that.
 DRAIN_S, GRACE_S = 10, 15.0
+# So long, and longer, the router may keep lines before it writes them.
+_LATE_S = 0.1
 _HOST = "127.0.0.1"
 
 
@@ -54,6 +57,7 @@ class RouterProcess:
     @property
     def log_text(self) -> str:
         """The log so far; undecodable bytes are replaced."""
+        time.sleep(_LATE_S)
         return self.log_path.read_text(encoding="utf-8", errors="replace")
 
     def is_ready(self) -> bool:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from vllm.bidir.router.app import Router
-from vllm.bidir.router.log_lines import LogLines
+from vllm.bidir.router.log_lines import Lines, LogLines
 from vllm.bidir.router.options import RouterOptions, parse
 from vllm.bidir.router.runtime import (
     calm_garbage_collector,
@@ -26,12 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGINT or SIGTERM, and 0 then; exit 1 if the port cannot be had, traces not be
     made, or what runs beside the requests has failed."""
     options = parse(argv)
-    logging.basicConfig(
-        handlers=[LogLines(sys.stderr)],
-        level=logging.INFO,
-        format="%(levelname)s %(asctime)s [router] %(message)s",
-        datefmt="%m-%d %H:%M:%S",
-    )
+    lines = LogLines(sys.stderr)
+    lines.setFormatter(Lines("%(levelname)s %(asctime)s [router] %(message)s", "%m-%d %H:%M:%S"))
+    logging.basicConfig(handlers=[lines], level=logging.INFO)
     # The format has no use for them, and looking them up costs an eighth of a line.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None  # as logging's HOWTO says: nobody asks from where a line comes
