@@ -7,10 +7,11 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from vllm.bidir.reasons import Reason
 from vllm.bidir.router.kept_params import KeptParams
 from vllm.bidir.router.leases import Ended, Leases, terms_of
@@ -248,17 +249,18 @@ class Conversations:
         return self._records.unpack(record) if isinstance(record, bytes) else None
 
     def _next_stamp(self, key: Key) -> int:
-        before = self._turn(key)
-        return max(int(time.time()), 0 if before is None else before.stamp + 1)
+        before = self._kept.get(key)
+        after = self._records.stamp(before) + 1 if isinstance(before, bytes) else 0
+        return max(int(time.time()), after)
 
     def _touch(self, key: Key) -> None:
         record = self._kept.get(key)
         if not isinstance(record, bytes):
             return
         self._kept.set(key, self._records.touched(record, self._clock()))
-        turn = self._records.unpack(record)
-        if turn.renewed_s is not None:
-            self._leases.of(turn.node).living.set(key, None)
+        node = self._records.renewed_on(record)
+        if node is not None:
+            self._leases.of(node).living.set(key, None)
 
     def _set(self, key: Key, turn: KeptTurn) -> None:
         before = self._drop(key)

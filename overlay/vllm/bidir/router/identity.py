@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 from vllm.bidir.router.conversations import DIGEST_BYTES, Key, conversation_key
@@ -65,8 +64,7 @@ class Line(msgspec.Struct, eq=False, gc=False):
     over: bool = False
 
 
-@dataclass(frozen=True)
-class Trace:
+class Trace(msgspec.Struct, frozen=True):
     """What a request says of where it belongs: `root`, the key of the conversation that it names,
     `by` what; and `chain`, for each number of its messages from the first on a digest of them."""
 
@@ -75,8 +73,7 @@ class Trace:
     chain: Sequence[bytes] = ()
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """Where a request belongs. `key`: where its parent is kept, the last turn of its line.
 
     `by`: what said so. `root`: the key of the named conversation. `line` was found by the digest
@@ -91,12 +88,11 @@ class Place:
     whole: bytes | None = None
 
 
-@dataclass(frozen=True)
-class Settled:
+class Settled(msgspec.Struct, frozen=True):
     """Where a turn that has ended is to be kept, and whose kept turns are over with it."""
 
     key: Key
-    over: list[Key] = field(default_factory=list)
+    over: list[Key] = []
 
 
 class Identities:

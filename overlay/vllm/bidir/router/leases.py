@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import msgspec
 from vllm.bidir.router.metrics import Metrics
 from vllm.bidir.router.recent import Recent
 from vllm.bidir.router.record import is_lease_id
@@ -38,8 +38,7 @@ class Ended(str, Enum):
 _OURS_ONLY = frozenset((Ended.IDLE, Ended.EVICTED, Ended.DRAINED))
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(msgspec.Struct, frozen=True):
     """How D keeps a turn: by which name, and how long without renewal (seconds).
 
     `renewed_s` is None where it keeps it for a fixed time; so may `lease_id` be then.

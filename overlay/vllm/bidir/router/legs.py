@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -22,26 +21,29 @@ from vllm.bidir.router.reuse import prompt_tokens
 from vllm.bidir.router.stream import take_params
 
 # What P is told when there is nothing to read back: keep your blocks for a decode node.
-FIRST_TURN: Mapping[str, Any] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+FIRST_TURN = msgspec.Raw(
+    msgspec.json.encode(
+        {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        }
+    )
+)
 
 Unreachable = (asyncio.TimeoutError, OSError)
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True):
     """A whole answer of a node, for the client as it is."""
 
     status: int
     content_type: str
     body: bytes
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = {}
 
     @classmethod
     def of(cls, reply: Reply, body: bytes) -> Answer:
@@ -49,8 +51,7 @@ class Answer:
         return cls(reply.status, reply.content_type, body, to_client(reply.headers))
 
 
-@dataclass(frozen=True)
-class PrefillDone:
+class PrefillDone(msgspec.Struct, frozen=True):
     """P has the prompt's KV. `params` tell D where, as P says it; None if P is no NIXL node.
 
     `prompt_tokens` long was the prompt, `cached_tokens` of them it had not to compute; None if it
@@ -69,11 +70,11 @@ class Legs:
         self._client = client
 
     async def prefill(
-        self, node: Node, request: TurnRequest, params: Mapping[str, Any], headers: dict[str, str]
+        self, node: Node, request: TurnRequest, params: msgspec.Raw, headers: dict[str, str]
     ) -> PrefillDone | Answer:
         """Run the prefill leg on one node. An Answer is its refusal; Unreachable may be
         raised, for one that P has aborted, too."""
-        body = request.prefill_body(dict(params))
+        body = request.prefill_body(params)
         asking = self._client.request(node.address, "POST", request.path, headers, body, node=node)
         answer = await _whole(asking)
         if answer.status != 200:
@@ -123,9 +124,28 @@ async def _whole(asking: Awaitable[Reply]) -> Answer:
         return Answer.of(reply, await reply.read())
 
 
-def read_back(params: dict[str, Any]) -> dict[str, Any]:
-    """D's params of the last turn as P takes them: read there, then keep yours for D."""
-    return {**params, "do_remote_decode": True, "do_remote_prefill": False}
+class _Orders(msgspec.Struct):
+    """What params say that is to be done with them."""
+
+    do_remote_decode: Any = None
+    do_remote_prefill: Any = None
+
+
+_ORDERS = msgspec.json.Decoder(_Orders)
+
+
+def read_back(encoded: bytes) -> msgspec.Raw:
+    """D's params of the last turn as P takes them: read there, then keep yours for D.
+
+    `encoded` is a JSON object. D's own say that already, and stay as they are: block ids of a long
+    history are many.
+    """
+    orders = _ORDERS.decode(encoded)
+    if orders.do_remote_decode is not True or orders.do_remote_prefill is not False:
+        params = msgspec.json.decode(encoded)
+        params |= {"do_remote_decode": True, "do_remote_prefill": False}
+        encoded = msgspec.json.encode(params)
+    return msgspec.Raw(encoded)
 
 
 def holds_blocks(params: dict[str, Any] | None) -> bool:

@@ -2,9 +2,14 @@
 """The router's Prometheus metrics. Labels never carry ids.
 
 What has failed is counted here, and noted among the last errors with the node that it was on.
+
+`labels` takes a lock and makes new strings each time that it is called. What each turn counts has
+its children at hand.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.samples import Sample
@@ -30,6 +35,7 @@ class Metrics:
             ["outcome", "reason"],
             registry=self.registry,
         )
+        self._turns_by = cache(self._turns.labels)
         self._bypassed = Counter(
             "bidir_router_decode_alone",
             "Turns that a decode node served without a prefill node, by reason.",
@@ -54,6 +60,7 @@ class Metrics:
             ["by"],
             registry=self.registry,
         )
+        self._identified_by = cache(self._identified.labels)
         self._params_dropped = Counter(
             "bidir_router_params_dropped",
             "kv_transfer_params of a node that name another side channel than its own, or another "
@@ -68,6 +75,7 @@ class Metrics:
             ["leg"],
             registry=self.registry,
         )
+        self._hosts_replaced_by = cache(self._hosts_replaced.labels)
         self.prefill_seconds = Histogram(
             "bidir_router_prefill_seconds",
             "Prefill leg, from sending the request to P's answer.",
@@ -80,20 +88,22 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
-        self.first_byte_seconds = Histogram(
+        first_byte_seconds = Histogram(
             "bidir_router_first_byte_seconds",
             "From a turn's arrival to the first byte of its stream, by outcome (hit, miss).",
             ["outcome"],
             buckets=_SECONDS,
             registry=self.registry,
         )
-        self.turn_seconds = Histogram(
+        self.first_byte_seconds_by = cache(first_byte_seconds.labels)
+        turn_seconds = Histogram(
             "bidir_router_turn_seconds",
             "From a turn's arrival to the end of its answer, by outcome (hit, miss).",
             ["outcome"],
             buckets=_TURN_SECONDS,
             registry=self.registry,
         )
+        self.turn_seconds_by = cache(turn_seconds.labels)
         self._prompt_tokens = Counter(
             "bidir_router_prompt_tokens",
             "Prompt tokens of prefill legs as P counts them: reused (read back, or in P's own "
@@ -101,12 +111,14 @@ class Metrics:
             ["kind"],
             registry=self.registry,
         )
+        self._prompt_tokens_by = cache(self._prompt_tokens.labels)
         self._answers = Counter(
             "bidir_router_answers",
             "Answers to clients, by route and HTTP status.",
             ["route", "status"],
             registry=self.registry,
         )
+        self._answers_by = cache(self._answers.labels)
         self.queue_seconds = Histogram(
             "bidir_router_queue_seconds",
             "How long turns waited for a node with room, of those that had to wait.",
@@ -207,6 +219,7 @@ class Metrics:
             ["reason"],
             registry=self.registry,
         )
+        self._released_by = cache(self._released.labels)
         self._lease_call_failures = Counter(
             "bidir_router_lease_call_failures",
             "Lease calls that a decode node did not answer, by call (renew, release).",
@@ -221,11 +234,11 @@ class Metrics:
         )
 
     def hit(self) -> None:
-        self._turns.labels("hit", "").inc()
+        self._turns_by("hit", "").inc()
         self.last_minutes.count("hit")
 
     def miss(self, reason: Reason) -> None:
-        self._turns.labels("miss", reason.value).inc()
+        self._turns_by("miss", reason.value).inc()
         self.last_minutes.count(reason.value)
 
     def turns(self) -> dict[str, int]:
@@ -238,7 +251,7 @@ class Metrics:
         return {sample.labels["reason"]: int(sample.value) for sample in _totals(self._bypassed)}
 
     def identified(self, by: str) -> None:
-        self._identified.labels(by).inc()
+        self._identified_by(by).inc()
 
     def decode_alone(self, reason: Reason) -> None:
         self._bypassed.labels(reason.value).inc()
@@ -249,17 +262,17 @@ class Metrics:
     def prompt_tokens(self, total: int | None, cached: int | None) -> None:
         """What P says of a prompt; nothing is counted unless it says both, and they fit."""
         if total is not None and cached is not None and 0 <= cached <= total:
-            self._prompt_tokens.labels("reused").inc(cached)
-            self._prompt_tokens.labels("computed").inc(total - cached)
+            self._prompt_tokens_by("reused").inc(cached)
+            self._prompt_tokens_by("computed").inc(total - cached)
 
     def answered(self, route: str, status: int) -> None:
         """`route` is one of ours, not what a client has asked for."""
-        self._answers.labels(route, status).inc()
+        self._answers_by(route, status).inc()
         if status >= 500:
             self.last_errors.note(f"answer to {route}", "", str(status))
 
     def host_replaced(self, leg: str) -> None:
-        self._hosts_replaced.labels(leg).inc()
+        self._hosts_replaced_by(leg).inc()
 
     def params_dropped(self, leg: str, node: str) -> None:
         self._params_dropped.labels(leg).inc()
@@ -292,7 +305,7 @@ class Metrics:
         self._state_failures.labels(kind).inc()
 
     def released(self, reason: str) -> None:
-        self._released.labels(reason).inc()
+        self._released_by(reason).inc()
 
     def lease_call_failure(self, call: str, node: str, kind: str) -> None:
         self._lease_call_failures.labels(call).inc()

@@ -66,8 +66,7 @@ _LIST_OF_PROMPTS = re.compile(rb'\[\s*["\[]')
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True)
-class TurnRequest:
+class TurnRequest(msgspec.Struct, frozen=True):
     """One request of a client. `path` is the API's path, such as /v1/chat/completions.
 
     `conversation` is the one that the body names. `continues`: its history begins with that of the
@@ -92,7 +91,7 @@ class TurnRequest:
             return None if items is None else b"[" + items + b"]"
         return bytes(raw)
 
-    def prefill_body(self, params: dict[str, Any]) -> bytes:
+    def prefill_body(self, params: msgspec.Raw) -> bytes:
         """P's body: the same prompt, one token, not streamed."""
         fields: dict[str, Any] = {
             key: value for key, value in self.fields.items() if key not in _ANSWER_ONLY

@@ -10,9 +10,10 @@ of which an ancestor has gone cannot be expanded.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
+from msgspec.structs import replace
 from vllm.bidir.reasons import Reason
 from vllm.bidir.router.conversations import Key, conversation_key
 from vllm.bidir.router.errors import ClientError

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from aiohttp import web
 from vllm.bidir.reasons import Reason
 from vllm.bidir.router.access import Access
@@ -199,7 +199,9 @@ class Turns:
         with self._prefill.seat(ask) as seat:
             async for node in seat:
                 offered = self._offer(turn, node)
-                done = await self._try_prefill(turn, node, offered or FIRST_TURN)
+                done = await self._try_prefill(
+                    turn, node, FIRST_TURN if offered is None else offered
+                )
                 if isinstance(done, Answer) and done.status >= 500 and offered is not None:
                     # The fault may lie with what was to be read back: compute it all instead.
                     turn.reuse.reason = Reason.TRANSFER_FAILED
@@ -211,7 +213,7 @@ class Turns:
         logger.warning("%s: no prefill node answers; decode node alone", turn)
         return PrefillDone(None)
 
-    def _offer(self, turn: Turn, node: Node) -> dict[str, Any] | None:
+    def _offer(self, turn: Turn, node: Node) -> msgspec.Raw | None:
         """What D kept of the last turn, if this P is known to verify what it reads.
 
         A stock P would match it by count, and answer wrong when the history has changed.
@@ -224,10 +226,11 @@ class Turns:
             logger.info("%s: %s does not verify read-backs; it computes", turn, node.name)
             return None
         turn.reuse.reason = None
-        return read_back(turn.kept.params)
+        assert turn.kept.encoded is not None  # or D has been asked
+        return read_back(turn.kept.encoded)
 
     async def _try_prefill(
-        self, turn: Turn, node: Node, params: Mapping[str, Any]
+        self, turn: Turn, node: Node, params: msgspec.Raw
     ) -> PrefillDone | Answer | None:
         """What a node answered, or None when it could not be reached."""
         headers = turn.progress.leg_begins("prefill", node, turn.request.path, turn.headers)

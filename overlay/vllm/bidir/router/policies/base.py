@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 from vllm.bidir.router.nodes import Node
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True):
     """What policies know of a turn.
 
     `tokens`: prompt tokens to be computed, an estimate. `kept_on`: the decode node that keeps the
