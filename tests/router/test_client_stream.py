@@ -133,7 +133,7 @@ async def test_the_head_goes_with_the_first_piece_and_the_end_with_the_last(
         assert http.transport is not None
         made.append(Written(http.transport))
         http.protocol.transport = cast(Any, made[0])
-        stream = await ClientStream.begin(http, "text/event-stream", {"X-Kind": "test"}, first)
+        stream = await ClientStream.begin(http, {"X-Kind": "test"}, first)
         assert stream.sent == first
         assert stream.put(b"two") and stream.sent == b"two"
         await stream.end(last)

@@ -7,11 +7,12 @@ import io
 import logging
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm.bidir.router.log_lines import Lines, LogLines
+from vllm.bidir.router.log_lines import Lines, LogLines, TurnLog
 
 # What is to be written has been by then.
 LONG_S = 0.2
@@ -95,6 +96,37 @@ async def test_a_line_that_cannot_be_made_takes_no_other_with_it(
     await asyncio.sleep(LONG_S)
     assert writes.getvalue() == "before\nbehind\n"
     assert "no number" in capsys.readouterr().err  # logging's own word about it
+
+
+async def test_what_a_turn_says_is_a_line_like_any_other_and_in_its_place(
+    logger: logging.Logger, writes: Writes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (lines,) = logger.handlers
+    assert isinstance(lines, LogLines)
+    lines.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(name)s %(message)s"))
+    turns = TurnLog(logger)
+    turns.info("%s", "at once")
+    turns.through = lines
+    logger.info("before")
+    with monkeypatch.context() as changed:
+        changed.setattr(time, "time", lambda: 0.25)
+        turns.info("%s: %s", "turn", "100%")
+    logger.info("behind")
+    await asyncio.sleep(LONG_S)
+    words = [line.split(" ", 3) for line in writes.getvalue().splitlines()]
+    assert [rest for *_, rest in words] == [
+        "lines at once",
+        "lines before",
+        "lines turn: 100%",
+        "lines behind",
+    ]
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(0)).split()
+    assert words[2][:3] == ["INFO", at[0], f"{at[1]},250"]
+    quiet = TurnLog(logging.Logger("quiet", logging.WARNING))
+    quiet.through = lines
+    quiet.info("nobody wants to know")
+    await asyncio.sleep(LONG_S)
+    assert len(writes.getvalue().splitlines()) == 4
 
 
 def test_the_end_of_the_process_loses_no_line() -> None:

@@ -18,6 +18,7 @@ from vllm.bidir.router.runtime import (
 )
 from vllm.bidir.router.server import serve
 from vllm.bidir.router.trace_options import TracingError
+from vllm.bidir.router.turn import said
 
 logger = logging.getLogger("vllm_bidir_router")
 
@@ -29,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = LogLines(sys.stderr)
     lines.setFormatter(Lines("%(levelname)s %(asctime)s [router] %(message)s", "%m-%d %H:%M:%S"))
     logging.basicConfig(handlers=[lines], level=logging.INFO)
+    said.through = lines
     # The format has no use for them, and looking them up costs an eighth of a line.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None  # as logging's HOWTO says: nobody asks from where a line comes

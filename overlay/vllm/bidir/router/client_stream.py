@@ -13,6 +13,11 @@ from collections.abc import Mapping
 from aiohttp import HttpVersion11, web
 from aiohttp.abc import AbstractStreamWriter
 
+_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # else nginx hands tokens on in lumps
+}
 # A connection's own limit, above which its buffer is to be drained.
 _MAX_BUFFERED = 64 << 10
 
@@ -45,17 +50,13 @@ class ClientStream:
 
     @classmethod
     async def begin(
-        cls, http: web.Request, content_type: str, headers: Mapping[str, str], first: bytes
+        cls, http: web.Request, headers: Mapping[str, str], first: bytes
     ) -> ClientStream:
         """Send the head, and the first bytes, if there are any, in the same packet.
 
         ClientGoneError.
         """
-        response = _Streamed(headers=headers)
-        response.content_type = content_type
-        response.charset = "utf-8"
-        response.headers["Cache-Control"] = "no-cache"
-        response.headers["X-Accel-Buffering"] = "no"  # else nginx hands tokens on in lumps
+        response = _Streamed(headers={**headers, **_HEADERS})
         if http.version >= HttpVersion11:
             response.enable_chunked_encoding()
         else:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 if TYPE_CHECKING:
     Handler = logging.StreamHandler[TextIO]
@@ -20,6 +21,22 @@ else:
 
 # Later than a turn's first byte where P and D are quick, sooner than anybody looks.
 _LATER_S = 0.05
+
+
+class _Said(NamedTuple):
+    """A line that has not been made yet."""
+
+    logger: logging.Logger
+    created: float
+    form: str
+    args: tuple[str, ...]
+
+    def record(self) -> logging.LogRecord:
+        """It as `logging` has it, with the time at which it was said."""
+        logger = self.logger
+        made = logger.makeRecord(logger.name, logging.INFO, "", 0, self.form, self.args, None)
+        made.created, made.msecs = self.created, self.created % 1 * 1000
+        return made
 
 
 class Lines(logging.Formatter):
@@ -48,7 +65,7 @@ class LogLines(Handler):
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
-        self._waiting: list[logging.LogRecord] = []
+        self._waiting: list[logging.LogRecord | _Said] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.WARNING:
@@ -65,9 +82,21 @@ class LogLines(Handler):
         except Exception:
             self.handleError(record)
             return
+        self._wait(record, loop)
+
+    def later(self, logger: logging.Logger, form: str, *args: str) -> None:
+        """The same as `logger.info`, where a loop runs, but the line is not even made before.
+
+        For this handler only.
+        """
+        if logger.isEnabledFor(logging.INFO):
+            said = _Said(logger, time.time(), form, args)
+            self._wait(said, asyncio.get_running_loop())
+
+    def _wait(self, one: logging.LogRecord | _Said, loop: asyncio.AbstractEventLoop) -> None:
         if not self._waiting:
             loop.call_later(_LATER_S, self.flush)
-        self._waiting.append(record)
+        self._waiting.append(one)
 
     def flush(self) -> None:
         """Write what waits. At the end of the process `logging` calls it, too."""
@@ -82,9 +111,25 @@ class LogLines(Handler):
         self._write([*waiting, record])
         super().flush()
 
-    def _write(self, records: list[logging.LogRecord]) -> None:
+    def _write(self, waiting: list[logging.LogRecord | _Said]) -> None:
+        records = [one.record() if isinstance(one, _Said) else one for one in waiting]
         try:
             lines = [self.format(record) + self.terminator for record in records]
             self.stream.write("".join(lines))
         except Exception:
             self.handleError(records[-1])
+
+
+class TurnLog:
+    """What turns say, two lines each: later, once `through` is set, and else at once."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self.through: LogLines | None = None
+        self._logger = logger
+
+    def info(self, form: str, *args: str) -> None:
+        """A line of one turn."""
+        if self.through is None:
+            self._logger.info(form, *args)
+        else:
+            self.through.later(self._logger, form, *args)

@@ -52,7 +52,7 @@ class Recent(Generic[Key, Value]):
         self._entries.pop(key, None)
         self._entries[key] = value
         self._written += 1
-        if self._written > len(self._entries) // 2 and self._written > _SMALL:
+        if self._written > _SMALL and self._written > len(self._entries) // 2:
             entries: dict[Key, Value] = {}
             entries.update(self._entries)
             self._entries, self._written = entries, 0

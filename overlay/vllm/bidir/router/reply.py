@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
+from functools import cached_property
 from typing import Literal, Protocol
 
 from multidict import CIMultiDict
@@ -67,8 +68,9 @@ class Reply:
         self._refusal: Exception | Literal[False] | None = None
         self._while_up = None if node is None else WhileUp(node, self)
 
-    @property
+    @cached_property
     def content_type(self) -> str:
+        """That of its head, which has to be there."""
         return self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
 
     async def read(self) -> bytes:

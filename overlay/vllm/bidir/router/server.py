@@ -35,6 +35,15 @@ class _Connection(web.RequestHandler):
 
     __slots__ = ()
 
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """Read again, if reading has been paused.
+
+        aiohttp says so with each body that has been read, and looks each time for what the parser
+        may have held back meanwhile.
+        """
+        if self._reading_paused:
+            super().resume_reading(resume_parser)
+
     def handle_error(
         self,
         request: web.BaseRequest,

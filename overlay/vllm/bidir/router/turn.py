@@ -7,6 +7,7 @@ import asyncio
 import logging
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -33,6 +34,7 @@ from vllm.bidir.router.legs import (
     read_back,
     why_nothing,
 )
+from vllm.bidir.router.log_lines import TurnLog
 from vllm.bidir.router.metrics import Metrics
 from vllm.bidir.router.nodes import Node
 from vllm.bidir.router.pass_through import PassThrough
@@ -56,6 +58,7 @@ from vllm.bidir.router.state import State
 from vllm.bidir.router.stream import StreamFilter, take_params
 
 logger = logging.getLogger("vllm_bidir_router")
+said = TurnLog(logger)
 
 _EVENT_STREAM = "text/event-stream"
 
@@ -83,7 +86,9 @@ class Turn:
         """Where the turn before is kept."""
         return None if self.place is None else self.place.key
 
-    def __str__(self) -> str:
+    @cached_property
+    def name(self) -> str:
+        """What its log lines begin with."""
         # The request's id is meant to be found; of a conversation's a digest is enough.
         conversation = "-" if self.key is None else self.key.hex()[:8]
         return f"[{self.request_id[:LOGGED]}] conv={conversation}"
@@ -139,7 +144,7 @@ class Turns:
             if bypass is not None:
                 self._metrics.decode_alone(bypass)
                 turn.reuse.reason = bypass
-                logger.info("%s: decode node alone (%s)", turn, bypass)
+                said.info("%s: decode node alone (%s)", turn.name, str(bypass))
                 return await self._decode_leg(http, turn, None, seat)
             prefilled = await self._prefill_leg(turn, ask)
             if isinstance(prefilled, Answer):
@@ -180,10 +185,10 @@ class Turns:
             return
         if isinstance(found, KeptTurn):
             self._metrics.hit()
-            logger.info("%s: cache HIT (%s)", turn, found.node)
+            said.info("%s: cache HIT (%s)", turn.name, found.node)
         else:
             self._metrics.miss(found)
-            logger.info("%s: cache MISS (%s)", turn, found)
+            said.info("%s: cache MISS (%s)", turn.name, str(found))
 
     async def _ask_for_params(self, key: Key, kept: KeptTurn) -> KeptTurn | Reason:
         """The same turn with its params, or why D does not tell them."""
@@ -210,7 +215,7 @@ class Turns:
                     return done
         turn.reuse.reason = Reason.PEER_GONE
         self._metrics.decode_alone(Reason.PEER_GONE)
-        logger.warning("%s: no prefill node answers; decode node alone", turn)
+        logger.warning("%s: no prefill node answers; decode node alone", turn.name)
         return PrefillDone(None)
 
     def _offer(self, turn: Turn, node: Node) -> msgspec.Raw | None:
@@ -223,7 +228,7 @@ class Turns:
         if not node.verifies:
             turn.reuse.reason = Reason.UNSUPPORTED
             self._metrics.withheld()
-            logger.info("%s: %s does not verify read-backs; it computes", turn, node.name)
+            said.info("%s: %s does not verify read-backs; it computes", turn.name, node.name)
             return None
         turn.reuse.reason = None
         assert turn.kept.encoded is not None  # or D has been asked
@@ -247,7 +252,8 @@ class Turns:
             turn.reuse.tokens, turn.reuse.prompt_tokens = done.cached_tokens, done.prompt_tokens
             self._metrics.prompt_tokens(done.prompt_tokens, done.cached_tokens)
             done = PrefillDone(self._admit(turn, "prefill", node, done.params))
-            logger.info("%s: Prefill done in %.0fms (%s)", turn, seconds * 1000, node.name)
+            took = f"{seconds * 1000:.0f}"
+            said.info("%s: Prefill done in %sms (%s)", turn.name, took, node.name)
         if isinstance(done, Answer) and done.status >= 500:
             self._failed(turn, "prefill", node, str(done.status))
             self._prefill.failed(node)
@@ -359,7 +365,7 @@ class Turns:
         ANSWER_BEGUN.set(True)
         taken = StreamFilter() if turn.asked is None else ResponsesFilter()
         at_once, first = (first, b"") if taken.passes(first) else (b"", first)
-        client = await ClientStream.begin(http, _EVENT_STREAM, _headers(turn), at_once)
+        client = await ClientStream.begin(http, _headers(turn), at_once)
         # A client may go as soon as it has its answer, a moment before this is cancelled.
         with suppress(ConnectionResetError):
             await client.end(await self._pass_through(client, taken, turn, node, upstream, first))
@@ -386,8 +392,8 @@ class Turns:
                 params, taken.params, kept = taken.params, None, True
                 await self._keep(turn, node, params)
             if isinstance(taken, ResponsesFilter):
-                said, taken.said = taken.said, None
-                await self._keep_response(turn, said)
+                answer, taken.said = taken.said, None
+                await self._keep_response(turn, answer)
 
         try:
             left = await PassThrough(upstream, taken, client, note).run(first)
@@ -447,10 +453,10 @@ class Turns:
         if keys:
             await self._state.forget(keys)
 
-    async def _keep_response(self, turn: Turn, said: Said | None) -> None:
+    async def _keep_response(self, turn: Turn, answer: Said | None) -> None:
         """Keep what a later request may name as its previous response."""
-        if turn.asked is not None and said is not None:
-            key = self._responses.keep(turn.asked, said)
+        if turn.asked is not None and answer is not None:
+            key = self._responses.keep(turn.asked, answer)
             if key is not None:
                 await self._state.tell_response(key)
 
@@ -469,7 +475,7 @@ class Turns:
             logger.warning(
                 "%s: %s %s names another side channel than its own, or another node's engine; "
                 "dropped",
-                turn,
+                turn.name,
                 leg,
                 node.name,
             )
@@ -480,7 +486,7 @@ class Turns:
     def _failed(self, turn: Turn, leg: str, node: Node, kind: str) -> None:
         self._metrics.failure(leg, node.name, kind)
         turn.progress.leg_failed(kind)
-        logger.warning("%s: %s leg failed on %s: %s", turn, leg, node.name, kind)
+        logger.warning("%s: %s leg failed on %s: %s", turn.name, leg, node.name, kind)
 
 
 def _is_stream(upstream: Reply) -> bool:
