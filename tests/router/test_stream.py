@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.bidir.router.stream import StreamFilter, take_params
+from vllm.bidir.router.stream import StreamFilter, find_params, take_params
 
 from tests.router.conftest import Setup
 from tests.router.fake_engine import as_client_sees, d_params, event, stream_of
@@ -108,6 +108,26 @@ def test_the_field_of_responses_lies_inside_its_response() -> None:
 def test_what_is_no_json_object_passes() -> None:
     for payload in (b"[DONE]", b'["kv_transfer_params"]', b"{", b""):
         assert take_params(payload) == (payload, None)
+        assert find_params(payload) is None
+
+
+@pytest.mark.parametrize(
+    ("payload", "params"),
+    [
+        (b'{"a":1,"kv_transfer_params":{"b":[1,2]}}', {"b": [1, 2]}),
+        (b'{"kv_transfer_params":null}', None),
+        (b'{"kv_transfer_params":[1]}', None),
+        (b'{"a":"kv_transfer_params"}', None),
+        (b'{"response":{"id":"r","kv_transfer_params":{"b":1}}}', {"b": 1}),
+        (b'{"response":{"kv_transfer_params":{"b":1}},"kv_transfer_params":{"c":2}}', {"c": 2}),
+        (b'{"response":["kv_transfer_params"]}', None),
+        (b'{"other":{"kv_transfer_params":{"b":1}}}', None),
+    ],
+)
+def test_params_are_found_where_they_are_taken(
+    payload: bytes, params: dict[str, Any] | None
+) -> None:
+    assert find_params(payload) == take_params(payload)[1] == params
 
 
 def test_a_line_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

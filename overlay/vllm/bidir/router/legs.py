@@ -18,7 +18,7 @@ from vllm.bidir.router.nodes import Node
 from vllm.bidir.router.reply import Reply
 from vllm.bidir.router.request import TurnRequest
 from vllm.bidir.router.reuse import prompt_tokens
-from vllm.bidir.router.stream import take_params
+from vllm.bidir.router.stream import find_params
 
 # What P is told when there is nothing to read back: keep your blocks for a decode node.
 FIRST_TURN = msgspec.Raw(
@@ -81,9 +81,8 @@ class Legs:
             return answer
         if whole_failure(answer.body, request.path) is not None:
             raise AbortedError
-        _, found = take_params(answer.body)
         prompt, cached = prompt_tokens(answer.body)
-        return PrefillDone(found, cached, prompt)
+        return PrefillDone(find_params(answer.body), cached, prompt)
 
     async def decode(
         self,

@@ -143,11 +143,10 @@ class NodeConnection(asyncio.Protocol):
         if status < 200:
             reply.headers.clear()  # such as 100 Continue: the answer itself is still to come
             return
-        reply.status = status
         self._until_closed = not (
             "Content-Length" in reply.headers or "Transfer-Encoding" in reply.headers
         )
-        reply.wake()
+        reply.begin(status)
 
     def on_message_complete(self) -> None:
         self._complete = self._reply is not None and self._reply.status > 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
-from functools import cached_property
 from typing import Literal, Protocol
 
 from multidict import CIMultiDict
@@ -55,6 +54,7 @@ class Reply:
 
     def __init__(self, connection: Source, node: Node | None) -> None:
         self.status = 0
+        self.content_type = ""
         self.heard = 0
         self.headers: CIMultiDict[str] = CIMultiDict()
         self._connection: Source | None = connection
@@ -67,11 +67,6 @@ class Reply:
         # What `_take` said last when it was not True.
         self._refusal: Exception | Literal[False] | None = None
         self._while_up = None if node is None else WhileUp(node, self)
-
-    @cached_property
-    def content_type(self) -> str:
-        """That of its head, which has to be there."""
-        return self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
 
     async def read(self) -> bytes:
         """The whole body; AnswerError if it breaks off."""
@@ -135,6 +130,12 @@ class Reply:
         """Its head is there."""
         while not self.status and self._more_to_come():
             await self._wait()
+
+    def begin(self, status: int) -> None:
+        """Its head is there, and these are its `headers`."""
+        self.status = status
+        self.content_type = self.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        self.wake()
 
     def receive(self, body: bytes, last: bool = False) -> None:
         """The connection has read a piece of the body; `last`: `end` is called next."""

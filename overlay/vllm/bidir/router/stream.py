@@ -110,6 +110,19 @@ def take_params(payload: bytes) -> tuple[bytes, dict[str, Any] | None]:
     return _ENCODER.encode(fields), decode_params(raw)
 
 
+def find_params(payload: bytes) -> dict[str, Any] | None:
+    """The same params, where nobody needs the rest."""
+    try:
+        fields = split_object(payload)
+    except (TooManyError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    inner = fields.get("response")
+    if PARAMS not in fields and inner is not None and _NEEDLE in bytes(inner):
+        return find_params(bytes(inner))
+    raw = fields.get(PARAMS)
+    return None if raw is None else decode_params(raw)
+
+
 def _split(lines: bytes) -> list[bytes]:
     # A lone \r does not end a line here, so that pieces are put together again exactly.
     pieces = lines.split(b"\n")

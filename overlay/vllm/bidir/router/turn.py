@@ -7,7 +7,6 @@ import asyncio
 import logging
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -68,7 +67,7 @@ class Turn:
     """One turn under way. `place` is None for a request without a conversation.
 
     `kept`: the turn before, with its params. `last`: the client has said that no turn follows.
-    `asked`: what to keep of it as a response.
+    `asked`: what to keep of it as a response. `name`: what its log lines begin with.
     """
 
     request: TurnRequest
@@ -80,18 +79,17 @@ class Turn:
     progress: Progress
     kept: KeptTurn | None = None
     reuse: Reuse = field(default_factory=Reuse)
+    name: str = field(init=False)
 
     @property
     def key(self) -> Key | None:
         """Where the turn before is kept."""
         return None if self.place is None else self.place.key
 
-    @cached_property
-    def name(self) -> str:
-        """What its log lines begin with."""
+    def __post_init__(self) -> None:
         # The request's id is meant to be found; of a conversation's a digest is enough.
         conversation = "-" if self.key is None else self.key.hex()[:8]
-        return f"[{self.request_id[:LOGGED]}] conv={conversation}"
+        self.name = f"[{self.request_id[:LOGGED]}] conv={conversation}"
 
 
 class Turns:
