@@ -36,6 +36,9 @@ class NodeConnection(asyncio.Protocol):
         self._until_closed = False
         self._reading = True
         self._without_body = 0
+        # The last that the parser has told is a chunk's end; and nothing has come since.
+        self._chunk_ended = False
+        self._between_chunks = False
         # What the parser calls for each piece of a body.
         self.on_body = self._pieces.append
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
@@ -90,6 +93,8 @@ class NodeConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
+        if self._between_chunks and self._pass_chunk(data):
+            return
         parser, pieces = self._parser, self._pieces
         if parser is None:
             return
@@ -98,6 +103,7 @@ class NodeConnection(asyncio.Protocol):
             parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             fault = AnswerError(f"what a node answers is no HTTP: {type(error).__name__}")
+        self._between_chunks = self._chunk_ended and data.endswith(b"\r\n")
         if pieces:
             self._without_body = 0
             body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -148,10 +154,33 @@ class NodeConnection(asyncio.Protocol):
         )
         reply.begin(status)
 
+    def on_chunk_header(self) -> None:
+        self._chunk_ended = False
+
+    def on_chunk_complete(self) -> None:
+        self._chunk_ended = True
+
     def on_message_complete(self) -> None:
+        self._chunk_ended = False
         self._complete = self._reply is not None and self._reply.status > 0
         # The parser does not remember it any longer.
         self._kept = self._parser is not None and self._parser.should_keep_alive()
+
+    def _pass_chunk(self, data: bytes) -> bool:
+        """Whether it is a whole chunk that has been taken as it is.
+
+        The parser need not see it: it is where it was, between two chunks.
+        """
+        reply = self._reply
+        if reply is None or reply.take_chunk is None:
+            return False
+        taken = reply.take_chunk(data)
+        if taken is None:
+            return False
+        reply.heard += 1
+        if not taken:
+            reply.refuse(False)
+        return True
 
     def _finish(self, fault: Exception | None) -> None:
         """The answer is whole; whatever else has come spoils the connection only."""
@@ -173,6 +202,7 @@ class NodeConnection(asyncio.Protocol):
 
     def _end(self, fault: Exception | None) -> None:
         reply, self._reply = self._reply, None
+        self._chunk_ended = self._between_chunks = False
         if reply is not None:
             reply.end(fault)
 

@@ -9,6 +9,8 @@ from vllm.bidir.router.client_stream import ClientStream
 from vllm.bidir.router.reply import Reply
 from vllm.bidir.router.stream import StreamFilter
 
+_END_OF_LINE_AND_CHUNK = b"\n\r\n"
+
 
 class PassThrough:
     """Hands on what a filter leaves. `note` is awaited when the filter has found something, before
@@ -37,7 +39,8 @@ class PassThrough:
         """
         if first and not self._take(first):
             await self._go_on()
-        while (last := await self._upstream.relay(self._take)) is None:
+        take_chunk = self._take_chunk if self._client.chunked else None
+        while (last := await self._upstream.relay(self._take, take_chunk)) is None:
             await self._go_on()
         return self._filter.feed(last) + self._filter.finish()
 
@@ -60,3 +63,18 @@ class PassThrough:
             if not piece:
                 return True
         return self._client.put(piece)
+
+    def _take_chunk(self, data: bytes) -> bool | None:
+        """Hand on a whole chunk as it has come; None where it is none, or has to be looked into.
+
+        A server sends each event as a chunk of its own, and so does this. What frames it here is
+        what would frame it there, where its size is written in the same way and nothing but it.
+        """
+        size = len(data) - data.find(b"\r\n") - len(b"\r\n" + b"\r\n")
+        if (
+            size > 0
+            and data.startswith(b"%x\r\n" % size)
+            and self._filter.passes(data, _END_OF_LINE_AND_CHUNK)
+        ):
+            return self._client.put_chunk(data)
+        return None
