@@ -93,8 +93,15 @@ class NodeConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._between_chunks and self._pass_chunk(data):
-            return
+        reply = self._reply
+        if self._between_chunks and reply is not None and reply.take_chunk is not None:
+            taken = reply.take_chunk(data)
+            if taken is not None:
+                # The parser need not see it: it is where it was, between two chunks.
+                reply.heard += 1
+                if not taken:
+                    reply.refuse(False)
+                return
         parser, pieces = self._parser, self._pieces
         if parser is None:
             return
@@ -108,8 +115,8 @@ class NodeConnection(asyncio.Protocol):
             self._without_body = 0
             body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
             pieces.clear()
-            if self._reply is not None:
-                self._reply.receive(body, self._complete)
+            if reply is not None:
+                reply.receive(body, self._complete)
             if not self._complete and fault is None:
                 return
         else:
@@ -165,22 +172,6 @@ class NodeConnection(asyncio.Protocol):
         self._complete = self._reply is not None and self._reply.status > 0
         # The parser does not remember it any longer.
         self._kept = self._parser is not None and self._parser.should_keep_alive()
-
-    def _pass_chunk(self, data: bytes) -> bool:
-        """Whether it is a whole chunk that has been taken as it is.
-
-        The parser need not see it: it is where it was, between two chunks.
-        """
-        reply = self._reply
-        if reply is None or reply.take_chunk is None:
-            return False
-        taken = reply.take_chunk(data)
-        if taken is None:
-            return False
-        reply.heard += 1
-        if not taken:
-            reply.refuse(False)
-        return True
 
     def _finish(self, fault: Exception | None) -> None:
         """The answer is whole; whatever else has come spoils the connection only."""

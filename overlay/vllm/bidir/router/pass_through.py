@@ -70,11 +70,9 @@ class PassThrough:
         A server sends each event as a chunk of its own, and so does this. What frames it here is
         what would frame it there, where its size is written in the same way and nothing but it.
         """
-        size = len(data) - data.find(b"\r\n") - len(b"\r\n" + b"\r\n")
-        if (
-            size > 0
-            and data.startswith(b"%x\r\n" % size)
-            and self._filter.passes(data, _END_OF_LINE_AND_CHUNK)
-        ):
-            return self._client.put_chunk(data)
-        return None
+        size = len(data) - data.find(b"\r\n") - 4  # without both line ends
+        if size <= 0 or not data.startswith(b"%x\r\n" % size):
+            return None
+        if not self._filter.passes(data, _END_OF_LINE_AND_CHUNK):
+            return None
+        return self._client.put_chunk(data)
