@@ -136,10 +136,6 @@ async def test_the_head_goes_with_the_first_piece_and_the_end_with_the_last(
         stream = await ClientStream.begin(http, {"X-Kind": "test"}, first)
         assert stream.sent == first
         assert stream.put(b"two") and stream.sent == b"two"
-        if stream.chunked:
-            for text in (b"a\n", b"\n\n", b"\n", b"four\n\n", b"\r\n\r\n"):
-                assert stream.put_chunk(b"%x\r\n%b\r\n" % (len(text), text))
-                assert stream.sent.endswith(text[-4:])
         await stream.end(last)
         return stream.response
 
@@ -147,8 +143,7 @@ async def test_the_head_goes_with_the_first_piece_and_the_end_with_the_last(
     app.router.add_get("/", handler)
     async with TestClient(TestServer(app), version=version) as client:
         response = await client.get("/")
-        chunks = b"a\n\n\n\nfour\n\n\r\n\r\n" if version == HttpVersion11 else b""
-        assert await response.read() == first + b"two" + chunks + last
+        assert await response.read() == first + b"two" + last
         assert response.headers["X-Kind"] == "test"
         assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
     chunked = version == HttpVersion11
@@ -158,6 +153,6 @@ async def test_the_head_goes_with_the_first_piece_and_the_end_with_the_last(
     )
     assert second == (b"3\r\ntwo\r\n" if chunked else b"two")
     if chunked:
-        assert end[5:] == [b"5\r\nthree\r\n0\r\n\r\n" if last else b"0\r\n\r\n"]
+        assert end == [b"5\r\nthree\r\n0\r\n\r\n" if last else b"0\r\n\r\n"]
     else:
         assert end == [last] * bool(last)

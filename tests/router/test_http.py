@@ -8,8 +8,6 @@ import json
 from contextlib import suppress
 
 import pytest
-from aiohttp import web
-from vllm.bidir.router import server
 from vllm.bidir.router.security import Security
 
 from tests.router.conftest import BODY, JSON, MakeSetup, Setup
@@ -160,10 +158,6 @@ async def test_an_expectation_that_is_not_met_is_said_so_in_json(setup: Setup) -
 @pytest.mark.parametrize("size", [1_000, 130_000, 140_000, 255_000, 300_000, 1_000_000])
 async def test_requests_that_come_together_are_all_answered(setup: Setup, size: int) -> None:
     """However much of them aiohttp holds back while a body has not been read."""
-    await come_together(setup, size)
-
-
-async def come_together(setup: Setup, size: int) -> None:
     body = b'{"prompt":"%s"}' % (b"x" * size)
     one = POST + b"Content-Length: %d\r\n\r\n" % len(body) + body
     last = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
@@ -171,21 +165,3 @@ async def come_together(setup: Setup, size: int) -> None:
     answers = head + b"\r\n\r\n" + rest
     assert answers.count(b"HTTP/1.1 400 ") == answers.count(b"`model` must be a string") == 3
     assert answers.endswith(b"ok\n")
-
-
-async def test_a_body_that_was_not_held_back_is_not_looked_for_again(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    resumed: list[bool] = []
-    resume = web.RequestHandler.resume_reading
-
-    def seen(connection: web.RequestHandler, resume_parser: bool = True) -> None:
-        if isinstance(connection, server._Connection):  # and no engine's
-            resumed.append(resume_parser)
-        resume(connection, resume_parser)
-
-    monkeypatch.setattr(web.RequestHandler, "resume_reading", seen)
-    await setup.ask()
-    assert resumed == []
-    await come_together(setup, 1_000_000)
-    assert True in resumed

@@ -105,9 +105,6 @@ class Sent(asyncio.Transport):
     def get_write_buffer_size(self) -> int:
         return 0
 
-    def abort(self) -> None:
-        self.calls.append(b"abort")
-
 
 @pytest.mark.parametrize("body", [b"", b"{}"])
 async def test_a_request_is_sent_at_once(body: bytes) -> None:

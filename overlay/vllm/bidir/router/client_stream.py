@@ -44,8 +44,8 @@ class ClientStream:
         self.response = response
         self._writer = writer
         self._transport = transport
-        self.chunked = response.chunked
-        # The piece that was sent last, or its end.
+        self._chunked = response.chunked
+        # The piece that was sent last.
         self.sent = b""
 
     @classmethod
@@ -78,16 +78,7 @@ class ClientStream:
         if transport.is_closing():
             return False
         self.sent = piece
-        transport.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self.chunked else piece)
-        return transport.get_write_buffer_size() <= _MAX_BUFFERED
-
-    def put_chunk(self, chunk: bytes) -> bool:
-        """The same for one whole chunk, framed; only where this stream is `chunked`."""
-        transport = self._transport
-        if transport.is_closing():
-            return False
-        self.sent = chunk[-6:-2]
-        transport.write(chunk)
+        transport.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece)
         return transport.get_write_buffer_size() <= _MAX_BUFFERED
 
     async def drain(self) -> None:

@@ -36,9 +36,6 @@ class NodeConnection(asyncio.Protocol):
         self._until_closed = False
         self._reading = True
         self._without_body = 0
-        # The last that the parser has told is a chunk's end; and nothing has come since.
-        self._chunk_ended = False
-        self._between_chunks = False
         # What the parser calls for each piece of a body.
         self.on_body = self._pieces.append
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
@@ -93,15 +90,6 @@ class NodeConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        reply = self._reply
-        if self._between_chunks and reply is not None and reply.take_chunk is not None:
-            taken = reply.take_chunk(data)
-            if taken is not None:
-                # The parser need not see it: it is where it was, between two chunks.
-                reply.heard += 1
-                if not taken:
-                    reply.refuse(False)
-                return
         parser, pieces = self._parser, self._pieces
         if parser is None:
             return
@@ -110,13 +98,12 @@ class NodeConnection(asyncio.Protocol):
             parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             fault = AnswerError(f"what a node answers is no HTTP: {type(error).__name__}")
-        self._between_chunks = self._chunk_ended and data.endswith(b"\r\n")
         if pieces:
             self._without_body = 0
             body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
             pieces.clear()
-            if reply is not None:
-                reply.receive(body, self._complete)
+            if self._reply is not None:
+                self._reply.receive(body, self._complete)
             if not self._complete and fault is None:
                 return
         else:
@@ -161,14 +148,7 @@ class NodeConnection(asyncio.Protocol):
         )
         reply.begin(status)
 
-    def on_chunk_header(self) -> None:
-        self._chunk_ended = False
-
-    def on_chunk_complete(self) -> None:
-        self._chunk_ended = True
-
     def on_message_complete(self) -> None:
-        self._chunk_ended = False
         self._complete = self._reply is not None and self._reply.status > 0
         # The parser does not remember it any longer.
         self._kept = self._parser is not None and self._parser.should_keep_alive()
@@ -193,7 +173,6 @@ class NodeConnection(asyncio.Protocol):
 
     def _end(self, fault: Exception | None) -> None:
         reply, self._reply = self._reply, None
-        self._chunk_ended = self._between_chunks = False
         if reply is not None:
             reply.end(fault)
 

@@ -9,8 +9,6 @@ from vllm.bidir.router.client_stream import ClientStream
 from vllm.bidir.router.reply import Reply
 from vllm.bidir.router.stream import StreamFilter
 
-_END_OF_LINE_AND_CHUNK = b"\n\r\n"
-
 
 class PassThrough:
     """Hands on what a filter leaves. `note` is awaited when the filter has found something, before
@@ -39,8 +37,7 @@ class PassThrough:
         """
         if first and not self._take(first):
             await self._go_on()
-        take_chunk = self._take_chunk if self._client.chunked else None
-        while (last := await self._upstream.relay(self._take, take_chunk)) is None:
+        while (last := await self._upstream.relay(self._take)) is None:
             await self._go_on()
         return self._filter.feed(last) + self._filter.finish()
 
@@ -63,16 +60,3 @@ class PassThrough:
             if not piece:
                 return True
         return self._client.put(piece)
-
-    def _take_chunk(self, data: bytes) -> bool | None:
-        """Hand on a whole chunk as it has come; None where it is none, or has to be looked into.
-
-        A server sends each event as a chunk of its own, and so does this. What frames it here is
-        what would frame it there, where its size is written in the same way and nothing but it.
-        """
-        size = len(data) - data.find(b"\r\n") - 4  # without both line ends
-        if size <= 0 or not data.startswith(b"%x\r\n" % size):
-            return None
-        if not self._filter.passes(data, _END_OF_LINE_AND_CHUNK):
-            return None
-        return self._client.put_chunk(data)

@@ -20,7 +20,6 @@ from vllm.bidir.router.while_up import WhileUp
 _MAX_HELD = 64 << 10
 
 Take = Callable[[bytes], bool]
-TakeChunk = Callable[[bytes], bool | None]
 
 
 class AnswerError(ConnectionError):
@@ -65,10 +64,7 @@ class Reply:
         self._size = 0
         self._most = _MAX_HELD
         self._take: Take | None = None
-        # Called with a chunk that may have come whole, framing and all, instead of that with what
-        # is in it; None from it means that it is no such chunk, or has to be looked into.
-        self.take_chunk: TakeChunk | None = None
-        # What they said last when it was not True.
+        # What `_take` said last when it was not True.
         self._refusal: Exception | Literal[False] | None = None
         self._while_up = None if node is None else WhileUp(node, self)
 
@@ -85,11 +81,9 @@ class Reply:
             await self._wait()
         return self._pop()
 
-    async def relay(self, take: Take, take_chunk: TakeChunk | None = None) -> bytes | None:
+    async def relay(self, take: Take) -> bytes | None:
         """Hand the body over as it comes; `take` is called from within the event loop.
 
-        `take_chunk` is offered what has come between two chunks before that is taken apart. It
-        takes it if it is one whole chunk, and says what `take` would; else it says None.
         At its end what has come together with that, b"" for nothing: whoever asks for it can send
         it on together with an end. None once `take` has returned False, which means not now.
         Errors are AnswerError, if the answer breaks off, and those of `take`.
@@ -99,11 +93,11 @@ class Reply:
                 if not take(self._pop()):
                     return None
             elif self._more_to_come():
-                self._take, self.take_chunk = take, take_chunk
+                self._take = take
                 try:
                     await self._wait()
                 finally:
-                    self._take = self.take_chunk = None
+                    self._take = None
                 refusal, self._refusal = self._refusal, None
                 if refusal is False:
                     return None
@@ -154,15 +148,12 @@ class Reply:
             self.wake()
             return
         try:
-            if not self._take(body):
-                self.refuse(False)
+            if self._take(body):
+                return
+            self._refusal = False
         except Exception as error:
-            self.refuse(error)
-
-    def refuse(self, refusal: Exception | Literal[False]) -> None:
-        """Whoever takes it wants no more for now, or has failed."""
-        self._refusal = refusal
-        self._take = self.take_chunk = None
+            self._refusal = error
+        self._take = None
         self.wake()
 
     def end(self, fault: Exception | None = None) -> None:

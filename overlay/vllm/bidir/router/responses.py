@@ -187,8 +187,8 @@ class ResponsesFilter(StreamFilter):
     def has_found(self) -> bool:
         return self.said is not None or super().has_found()
 
-    def passes(self, piece: bytes, end: bytes = b"\n") -> bool:
-        return super().passes(piece, end) and not _ends(piece)
+    def passes(self, piece: bytes) -> bool:
+        return super().passes(piece) and not _ends(piece)
 
     def _concerns(self, data: bytes) -> bool:
         return _ends(data) or super()._concerns(data)

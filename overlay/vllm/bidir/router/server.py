@@ -33,28 +33,7 @@ logger = logging.getLogger("vllm_bidir_router")
 class _Connection(web.RequestHandler):
     """One connection of a client."""
 
-    __slots__ = ("_held_back",)
-
-    def __init__(self, *given: Any, **more: Any) -> None:
-        super().__init__(*given, **more)
-        # Whether the parser may have something that it has not told.
-        self._held_back = False
-
-    def pause_reading(self) -> None:
-        """Read no more until the body has been read so far."""
-        self._held_back = True
-        super().pause_reading()
-
-    def resume_reading(self, resume_parser: bool = True) -> None:
-        """Read again, if reading has been paused.
-
-        aiohttp says so with each body that has been read, and looks each time for what the parser
-        may have held back.
-        """
-        if self._held_back:
-            # Else it is only the transport that goes on.
-            self._held_back = not resume_parser
-            super().resume_reading(resume_parser)
+    __slots__ = ()
 
     def handle_error(
         self,

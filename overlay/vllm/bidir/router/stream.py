@@ -35,13 +35,12 @@ class StreamFilter:
         """Whether there is something that has not been taken away yet."""
         return self.params is not None
 
-    def passes(self, piece: bytes, end: bytes = b"\n") -> bool:
+    def passes(self, piece: bytes) -> bool:
         """Whether a piece may go out as it is: whole lines that have nothing to be looked into.
 
-        Nearly all are; what is not must be fed. `end`: that of the last line, and of what is around
-        the piece.
+        Nearly all are; what is not must be fed.
         """
-        return _WORD not in piece and piece.endswith(end) and not self._rest
+        return _WORD not in piece and piece.endswith(b"\n") and not self._rest
 
     def feed(self, piece: bytes) -> bytes:
         """Bytes that may go out now; ValueError if a line never ends."""
