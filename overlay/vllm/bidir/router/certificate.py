@@ -47,8 +47,9 @@ class ServerCertificate:
 
     async def _read_again(self) -> None:
         try:
-            now = await asyncio.to_thread(self._security.server_context)
+            # Before: what is said to be new is in use, also if the file changes in between.
             pem = await asyncio.to_thread(self._chain.read_bytes)
+            now = await asyncio.to_thread(self._security.server_context)
         except OSError as error:
             self._metrics.key_file_errors.inc()
             why = error.strerror or type(error).__name__
