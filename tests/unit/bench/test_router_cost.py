@@ -20,7 +20,7 @@ from tools.bench.router.arguments import parse
 from tools.bench.router.chart import draw
 from tools.bench.router.client import Connection as ClientConnection
 from tools.bench.router.client import Reply, unchunked
-from tools.bench.router.engines import Connection, Engines
+from tools.bench.router.engines import Connection, Engines, _Stream
 from tools.bench.router.figures import Memory, Sample, as_json, quantile, verdicts
 from tools.bench.router.load import BothLegs, Load, Slice, check, measure, of_slices
 from tools.bench.router.script import decode_params, encoded, request_body
@@ -59,6 +59,31 @@ async def test_paced_events_come_at_their_interval() -> None:
     reply = await one_turn(interval_ms=20.0)
     assert 3 * 0.020 <= reply.ended - reply.first < 1.0
     assert reply.begun < reply.first
+
+
+async def test_in_steps_all_streams_get_their_events_at_the_same_times() -> None:
+    """Whenever each has begun."""
+
+    class Noting(asyncio.Transport):
+        def __init__(self) -> None:
+            super().__init__()
+            self.times: list[float] = []
+
+        def write(self, data: Any) -> None:
+            self.times.append(asyncio.get_running_loop().time())
+
+        def is_closing(self) -> bool:
+            return False
+
+    streams = [Noting(), Noting()]
+    for stream in streams:
+        _Stream(stream, b"first", [b"event"] * 5, 0.02, steps=True)
+        await asyncio.sleep(0.013)
+    await asyncio.sleep(0.15)
+    assert [len(stream.times) for stream in streams] == [6, 6]
+    # The first comes at once, the last two right behind the last token.
+    late = [at % 0.02 for stream in streams for at in stream.times[1:4]]
+    assert all(seconds < 0.01 for seconds in late), late
 
 
 async def test_a_stream_that_lacks_an_event_is_no_result() -> None:
@@ -187,7 +212,7 @@ def results(ours_first_ms: float, ours_cpu_ms: float, mb: float, **changed: Any)
         },
         "versions": {"python": "3.11", "vllm": "0.29.0"},
         "hardware": {"cpu": "a processor", "cores": 2},
-        "samples": {"paced": arms, "saturated": arms},
+        "samples": {"steps": arms, "paced": arms, "saturated": arms},
         "memory": {
             "conversations": 100_000,
             "turn_tokens": 1000,
@@ -205,31 +230,32 @@ def said(data: dict[str, Any]) -> list[bool]:
 
 
 def test_what_is_required_is_met_or_not() -> None:
-    assert said(results(2.0, 2.0, 120.0)) == [True] * 5
-    assert said(results(2.1, 2.0, 120.0)) == [True, True, False, True, True]
-    assert said(results(6.1, 2.0, 120.0)) == [True, True, False, False, True]
-    assert said(results(2.0, 2.1, 120.0)) == [False, False, True, True, True]
-    assert said(results(2.0, 2.0, 120.1)) == [True, True, True, True, False]
+    """CPU with each load, both latencies with both loads that have pauses, memory."""
+    assert said(results(2.0, 2.0, 120.0)) == [True] * 8
+    assert said(results(2.1, 2.0, 120.0)) == [True] * 3 + [False, True] * 2 + [True]
+    assert said(results(6.1, 2.0, 120.0)) == [True] * 3 + [False] * 4 + [True]
+    assert said(results(2.0, 2.1, 120.0)) == [False] * 3 + [True] * 5
+    assert said(results(2.0, 2.0, 120.1)) == [True] * 7 + [False]
 
 
 def test_a_smaller_load_meets_nothing() -> None:
     data = results(2.0, 2.0, 120.0)
     data["settings"]["concurrency"] = 63
     data["memory"]["conversations"] = 99_999
-    assert said(data) == [True, True, False, False, False]
+    assert said(data) == [True] * 3 + [False] * 5
 
 
 def test_the_report_shows_what_an_arm_adds_and_what_is_not_met() -> None:
     text = report(results(3.5, 2.0, 140.0, warnings=["warning: busy"]))
     rows = [[cell.strip() for cell in line.split("|")] for line in text.splitlines()]
-    (adds,) = (row for row in rows if row[1:2] == ["ours adds"])
-    assert adds[2:4] == ["2.50 ms", "2.50 ms"]
-    assert sum(row[-2] == "NOT MET" for row in rows if len(row) > 2) == 2
+    adds = [row for row in rows if row[1:2] == ["ours adds"]]
+    assert [one[2:4] for one in adds] == [["2.50 ms", "2.50 ms"]] * 2
+    assert sum(row[-2] == "NOT MET" for row in rows if len(row) > 2) == 3
     assert "1000 bytes each" in text and "warning: busy" in text
 
 
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
-@pytest.mark.parametrize("kinds", [["paced"], ["paced", "saturated"]])
+@pytest.mark.parametrize("kinds", [["paced"], ["steps", "paced", "saturated"]])
 def test_the_chart_has_all_that_was_measured(kinds: list[str], tmp_path: Path) -> None:
     data = results(2.0, 2.0, 120.0)
     data["samples"] = {kind: data["samples"][kind] for kind in kinds}
@@ -281,6 +307,7 @@ async def test_a_run_measures_our_router_and_its_memory(
     await redis.kill()
     assert done.returncode == 1 and "NOT MET" in done.stdout, done.stdout + done.stderr
     data = json.loads(out.read_text(encoding="utf-8"))
+    assert list(data["samples"]) == ["steps", "paced", "saturated"]
     (ours,) = data["samples"]["paced"]["ours"]
     assert ours["streams"] > 0 and ours["first_p50_ms"] > 0
     assert list(data["samples"]["paced"]) == ["direct", "ours", "ours, Redis"] and kept

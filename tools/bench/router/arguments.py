@@ -16,8 +16,9 @@ from tools.bench.router.run import Settings
 
 _DESCRIPTION = f"""What a router costs, in one run: latency that it adds, CPU per streamed request,
 streams per second, and memory. Three arms in turns over the same scripted engines: direct (the
-client makes both calls itself), ours, and the base release's sample proxy. What is measured has
-one core, engines and clients another. No model, no GPU.
+client makes both calls itself), ours, and the base release's sample proxy. Three loads: events in
+an engine's steps, by a clock of each stream's own, and without pauses. What is measured has one
+core, engines and clients another. No model, no GPU.
 
 {EXIT_STATUS}"""
 
@@ -84,7 +85,9 @@ def parser() -> argparse.ArgumentParser:
         default=1000,
         help="length of the histories, which sets the size of D's params (default 1000)",
     )
-    run.add_argument("--seconds", type=float, default=10.0, help="of each arm, paced (default 10)")
+    run.add_argument(
+        "--seconds", type=float, default=10.0, help="of each arm and load (default 10)"
+    )
     run.add_argument("--warm", type=float, default=2.0, help="seconds before (default 2)")
     run.add_argument(
         "--saturated",

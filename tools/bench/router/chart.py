@@ -11,7 +11,7 @@ from tools.bench.router.arms import DIRECT
 from tools.bench.router.figures import Rows, Span
 
 NAME = "router"
-_LOOKS = {"paced": ("#0072B2", ""), "saturated": ("#E69F00", "///")}
+_LOOKS = {"steps": ("#009E73", "..."), "paced": ("#0072B2", ""), "saturated": ("#E69F00", "///")}
 
 
 def draw(data: Mapping[str, Any], folder: Path) -> None:
@@ -21,12 +21,14 @@ def draw(data: Mapping[str, Any], folder: Path) -> None:
 
 def _both(figure: Any, samples: Mapping[str, Mapping[str, Rows]]) -> None:
     cost, most = figure.subplots(ncols=2)
-    between = [arm for arm in samples["paced"] if arm != DIRECT]
+    between = [arm for arm in next(iter(samples.values())) if arm != DIRECT]
+    width = 0.8 / len(samples)
     drawn = []
     for number, (kind, arms) in enumerate(samples.items()):
-        places = [place + (number - (len(samples) - 1) / 2) * 0.4 for place in range(len(between))]
+        shift = (number - (len(samples) - 1) / 2) * width
+        places = [place + shift for place in range(len(between))]
         found = [[one["cpu_ms_per_stream"] for one in arms[arm]] for arm in between]
-        drawn.append(_bars(cost, places, found, kind, "{:.2f}"))
+        drawn.append(_bars(cost, places, found, kind, "{:.2f}", width))
     cost.set_title("CPU per streamed request")
     cost.set_ylabel("ms")
     cost.set_xticks(range(len(between)), between)
@@ -35,7 +37,7 @@ def _both(figure: Any, samples: Mapping[str, Mapping[str, Rows]]) -> None:
     kind = list(samples)[-1]
     arms = samples[kind]
     found = [[one["streams_per_s"] for one in rows] for rows in arms.values()]
-    _bars(most, list(range(len(arms))), found, kind, "{:,.0f}")
+    _bars(most, list(range(len(arms))), found, kind, "{:,.0f}", 0.4)
     most.set_title(f"Streams per second, {kind}")
     most.set_ylabel("streams/s")
     most.set_xticks(range(len(arms)), list(arms))
@@ -43,7 +45,12 @@ def _both(figure: Any, samples: Mapping[str, Mapping[str, Rows]]) -> None:
 
 
 def _bars(
-    axes: Any, places: Sequence[float], found: Sequence[Sequence[float]], kind: str, text: str
+    axes: Any,
+    places: Sequence[float],
+    found: Sequence[Sequence[float]],
+    kind: str,
+    text: str,
+    width: float,
 ) -> Any:
     """Medians, with a line from the lowest to the highest."""
     spans = [Span.of(values) for values in found]
@@ -51,7 +58,7 @@ def _bars(
     bars = axes.bar(
         places,
         [span.median for span in spans],
-        0.38,
+        0.95 * width,
         color=colour,
         hatch=hatch,
         edgecolor="black",

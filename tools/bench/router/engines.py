@@ -1,8 +1,10 @@
 """A P and a D that compute nothing, on loopback: `python -m tools.bench.router.engines`.
 
 P answers at once. D sends its first event at once and the others at the interval that the request
-asks for, each written by itself; the last one that has a choice carries kv_transfer_params. Just
-enough HTTP for clients that keep their connections and send Content-Length.
+asks for: by a clock of the stream's own, or in D's steps, in each of which all streams get one, as
+in an engine's. Each is written by itself; the last one that has a choice carries
+kv_transfer_params. Just enough HTTP for clients that keep their connections and send
+Content-Length.
 """
 
 from __future__ import annotations
@@ -100,14 +102,20 @@ class Engines:
             self._turns += 1
             last = event(numbered(self._last_text, self._turns))
             events = [self._middle] * (script["chunks"] - 2) + [last, *self._closing]
-            _Stream(connection.transport, self._first, events, script["interval_ms"] / 1000)
+            interval_s = script["interval_ms"] / 1000
+            _Stream(connection.transport, self._first, events, interval_s, script["steps"])
 
 
 class _Stream:
     """What is left to send of one answer, and when."""
 
     def __init__(
-        self, transport: asyncio.Transport, first: bytes, events: list[bytes], interval_s: float
+        self,
+        transport: asyncio.Transport,
+        first: bytes,
+        events: list[bytes],
+        interval_s: float,
+        steps: bool,
     ) -> None:
         self._transport = transport
         self._loop = asyncio.get_running_loop()
@@ -115,6 +123,9 @@ class _Stream:
         self._left = len(events)
         self._interval_s = interval_s
         self._due = self._loop.time()
+        if steps and interval_s:
+            # The last step that has been: the same times for all streams.
+            self._due -= self._due % interval_s
         transport.write(_STREAM_HEAD + first)
         self._wait()
 

@@ -28,7 +28,8 @@ _HOST = "127.0.0.1"
 class Load:
     """`concurrency` clients, each with a conversation of its own, asking turn after turn.
 
-    `interval_ms` lies between two events of D; with 0 they come as fast as they can be sent.
+    `interval_ms` lies between two events of D; with 0 they come as fast as they can be sent. With
+    `steps` all streams get their events at the same times, else each by a clock of its own.
     What begins in the first `warm_s` seconds does not count.
     """
 
@@ -38,6 +39,7 @@ class Load:
     prompt_bytes: int
     seconds: float
     warm_s: float
+    steps: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,9 @@ async def measure(
 
     async def work(number: int) -> None:
         client = make_client()
-        body = request_body(f"c-{number}", load.chunks, load.interval_ms, load.prompt_bytes)
+        body = request_body(
+            f"c-{number}", load.chunks, load.interval_ms, load.prompt_bytes, load.steps
+        )
         # Spread over the length of one stream, so that they do not all begin at once.
         await asyncio.sleep(number / load.concurrency * load.chunks * load.interval_ms / 1000)
         try:

@@ -68,10 +68,8 @@ def run(settings: Settings, folder: Path, command: str, report: Report) -> dict[
     if busy > _BUSY:
         warnings.append(f"warning: others took {busy:.0%} of the machine when this began")
     samples: dict[str, dict[str, list[dict[str, float]]]] = {
-        "paced": {arm: [] for arm in settings.arms},
+        kind: {arm: [] for arm in settings.arms} for kind in _loads(settings)
     }
-    if settings.saturated_s:
-        samples["saturated"] = {arm: [] for arm in settings.arms}
     with ExitStack() as stack:
         behind = stack.enter_context(
             engines(cores.load, settings.turn_tokens, _LEASE_S, folder, report)
@@ -89,14 +87,13 @@ def run(settings: Settings, folder: Path, command: str, report: Report) -> dict[
         if sample["undisturbed"] < _LEAST_UNDISTURBED
     ]
     memory = _memory(settings, cores, folder, report) if settings.conversations else None
-    paced = settings.paced
     return {
         "command": command,
         "versions": versions(settings.python),
         "hardware": hardware(),
         "busy_before": busy,
         "settings": {
-            **asdict(paced),
+            **{key: value for key, value in asdict(settings.paced).items() if key != "steps"},
             "repeats": settings.repeats,
             "saturated_s": settings.saturated_s,
             "turn_tokens": settings.turn_tokens,
@@ -107,12 +104,18 @@ def run(settings: Settings, folder: Path, command: str, report: Report) -> dict[
     }
 
 
+def _loads(settings: Settings) -> dict[str, Load]:
+    """By the names that the result has for them."""
+    paced = settings.paced
+    loads = {"steps": replace(paced, steps=True), "paced": paced}
+    if settings.saturated_s:
+        loads["saturated"] = replace(paced, interval_ms=0.0, seconds=settings.saturated_s)
+    return loads
+
+
 def _arm(
     arm: str, settings: Settings, behind: Engines, cores: Cores, folder: Path, report: Report
 ) -> dict[str, dict[str, float]]:
-    loads = {"paced": settings.paced}
-    if settings.saturated_s:
-        loads["saturated"] = replace(settings.paced, interval_ms=0.0, seconds=settings.saturated_s)
     with between(
         arm, settings.python, behind, cores.between, folder, report, settings.redis
     ) as router:
@@ -124,7 +127,7 @@ def _arm(
 
         pid = None if router is None else router.process.pid
         found = {}
-        for kind, load in loads.items():
+        for kind, load in _loads(settings).items():
             with _undisturbed(cores.load):
                 sample = asyncio.run(measure(client, load, pid, behind.process.pid))
             found[kind] = as_json(sample)

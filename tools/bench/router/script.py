@@ -85,7 +85,9 @@ def whole_answer(params: dict[str, Any]) -> bytes:
     return encoded({**_CHUNK, "choices": [choice], "usage": usage, "kv_transfer_params": params})
 
 
-def request_body(conversation: str, chunks: int, interval_ms: float, prompt_bytes: int) -> bytes:
+def request_body(
+    conversation: str, chunks: int, interval_ms: float, prompt_bytes: int, steps: bool = False
+) -> bytes:
     """A client's request. The engines read their script from `bench`."""
     return encoded(
         {
@@ -99,6 +101,6 @@ def request_body(conversation: str, chunks: int, interval_ms: float, prompt_byte
             "max_tokens": chunks,
             "temperature": 0,
             "conversation_id": conversation,
-            "bench": {"chunks": chunks, "interval_ms": interval_ms},
+            "bench": {"chunks": chunks, "interval_ms": interval_ms, "steps": steps},
         }
     )

@@ -8,22 +8,26 @@ from typing import Any
 from tools.bench.router.arms import DIRECT
 from tools.bench.router.figures import Memory, Rows, Span, Verdict, added, verdicts
 
+_LOADS = {
+    "steps": "steps: all streams' events come at the same times, as an engine's steps have it.",
+    "paced": "paced: each stream by a clock of its own, as if it were alone on its D.",
+}
+
 
 def report(data: Mapping[str, Any]) -> str:
     """Everything that a run's JSON says; see `run.as_json`."""
     settings, samples = data["settings"], data["samples"]
-    paced, saturated = samples["paced"], samples.get("saturated")
+    saturated = samples.get("saturated")
     memory = Memory(**data["memory"]) if data["memory"] else None
     parts = [_title(data)]
     parts.append(
-        f"paced: {settings['concurrency']} streams at a time, {settings['chunks']} events each, "
+        f"{settings['concurrency']} streams at a time, {settings['chunks']} events each, "
         f"{settings['interval_ms']:g} ms apart; prompts of {settings['prompt_bytes']:,} bytes, "
-        f"histories of {settings['turn_tokens']:,} tokens.\n\n" + _paced(paced)
+        f"histories of {settings['turn_tokens']:,} tokens."
     )
+    parts += [f"{_LOADS[kind]}\n\n" + _paced(samples[kind]) for kind in _LOADS if kind in samples]
     if saturated:
-        parts.append(
-            "saturated: the same without pauses between events.\n\n" + _saturated(saturated)
-        )
+        parts.append("saturated: without pauses between events.\n\n" + _saturated(saturated))
     if memory is not None:
         parts.append(_memory(memory))
     parts.append(_required(verdicts(samples, memory, settings["concurrency"])))
