@@ -71,7 +71,7 @@ WORDS: dict[str, set[str]] = {
     "state_failures_total{kind}": named_in(
         r'(?:complain\(|state_failure\(|kind = |else )"(\w+)"', "redis_link.py", "shared*.py"
     ),
-    "prompt_tokens_total{kind}": named_in(r'_prompt_tokens\.labels\("(\w+)"', "metrics.py"),
+    "prompt_tokens_total{kind}": named_in(r'_prompt_tokens_by\("(\w+)"', "metrics.py"),
     "identified_total{by}": named_in(r'(?:return \S+, |else )"(\w+)"', "identity.py")
     | named_in(r'identified\("(\w+)"', "turn.py"),
 }
