@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 from tests.router.redis_server import RedisServer
 from tools.bench.errors import BenchError
 from tools.bench.router.arguments import parse
-from tools.bench.router.chart import draw
 from tools.bench.router.client import Connection as ClientConnection
 from tools.bench.router.client import Reply, unchunked
 from tools.bench.router.engines import Connection, Engines, _Stream
@@ -252,16 +250,6 @@ def test_the_report_shows_what_an_arm_adds_and_what_is_not_met() -> None:
     assert [one[2:4] for one in adds] == [["2.50 ms", "2.50 ms"]] * 2
     assert sum(row[-2] == "NOT MET" for row in rows if len(row) > 2) == 3
     assert "1000 bytes each" in text and "warning: busy" in text
-
-
-@pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib")
-@pytest.mark.parametrize("kinds", [["paced"], ["steps", "paced", "saturated"]])
-def test_the_chart_has_all_that_was_measured(kinds: list[str], tmp_path: Path) -> None:
-    data = results(2.0, 2.0, 120.0)
-    data["samples"] = {kind: data["samples"][kind] for kind in kinds}
-    draw(data, tmp_path)
-    text = (tmp_path / "router.svg").read_text(encoding="utf-8")
-    assert text.count("<!-- 12.00 -->") == len(kinds), "one label for each bar of the sample proxy"
 
 
 def test_help_has_an_example_and_unknown_arms_are_refused(
