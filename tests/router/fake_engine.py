@@ -24,7 +24,6 @@ P_PARAMS = {
     "remote_port": 5600,
     "remote_request_id": "r",
     "readback": 1,
-    "claim": "ab" * 16,
 }
 
 

@@ -12,6 +12,8 @@ import aiohttp
 import pytest
 import yaml
 from aiohttp import web
+from vllm.bidir.router import draining
+from vllm.bidir.router.client_stream import ClientStream
 from vllm.bidir.router.options import RouterOptions
 
 from tests.router.conftest import BODY, JSON, MakeSetup, Setup, until
@@ -179,6 +181,29 @@ async def test_a_client_that_does_not_read_does_not_hold_it_up(make_setup: MakeS
     await asyncio.wait_for(end(setup), 10)
     await asyncio.wait_for(setup.decode[0].gone.wait(), 5)
     stream.close()
+
+
+async def test_behind_the_end_of_a_stream_nothing_is_said(
+    make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client has yet to read it: a connection that is kept would be out of step."""
+    setup = await make_setup(drain_timeout=0.05)
+    written, never = asyncio.Event(), asyncio.Event()
+    send_end = ClientStream.end
+
+    async def slowly(client: ClientStream, last: bytes) -> None:
+        await send_end(client, last)
+        written.set()
+        await never.wait()
+
+    monkeypatch.setattr(ClientStream, "end", slowly)
+    seen: list[bytes] = []
+    asking = asyncio.create_task(setup.ask(stream=True))
+    await asyncio.wait_for(written.wait(), 5)
+    monkeypatch.setattr(draining, "error_event", lambda *args, **more: seen.append(b"") or b"")
+    await asyncio.wait_for(end(setup), 10)
+    status, body = await asking
+    assert status == 200 and body.endswith(event("[DONE]")) and seen == []
 
 
 def test_deploy_gives_it_the_time_it_takes() -> None:

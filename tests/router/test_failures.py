@@ -109,26 +109,41 @@ async def test_a_d_that_fails_before_its_first_byte_is_replaced_by_another(
     # An answer of 500 may have to do with what P hands over: then it is asked once more, without.
     asked = 2 if how == "500" else 1
     assert (len(setup.decode[0].asked), len(setup.decode[1].asked)) == (asked, 2)
-    # P has computed each turn once: its KV is there for the other D.
-    assert len(setup.prefill[0].asked) == 2
+    # The first D may have had P free what it had read: P, who has it in its cache, is asked again.
+    assert len(setup.prefill[0].asked) == 3
+    assert all(asked["kv_transfer_params"]["readback"] for asked in setup.decode[1].asked)
     assert setup.metric("bidir_router_retries_total", role="decode") == 1
 
 
-async def test_of_a_p_that_cannot_be_asked_only_the_first_d_reads(make_setup: MakeSetup) -> None:
-    """It may have been read, and P have freed it; a second D would find another prompt's KV."""
-    setup = await make_setup(decode=2)
+async def test_each_d_that_may_read_is_handed_the_prompt_anew(make_setup: MakeSetup) -> None:
+    """What the first may have read, P may have freed, and a third might find anything there."""
+    setup = await make_setup(decode=3)
+    handed: list[str] = []
 
-    async def stock(request: web.Request, body: dict[str, Any]) -> web.Response:
-        params = {key: value for key, value in P_PARAMS.items() if key != "claim"}
+    async def hands_over(request: web.Request, body: dict[str, Any]) -> web.Response:
+        handed.append(f"r{len(handed)}")
+        params = {**P_PARAMS, "remote_request_id": handed[-1]}
         return web.json_response({"choices": [], "kv_transfer_params": params})
 
-    setup.prefill[0].script = stock
-    setup.decode[0].script = fails_how("headers only")
+    setup.prefill[0].script = hands_over
+    for engine in setup.decode[:2]:
+        engine.script = fails_how("headers only")
     status, body = await setup.ask(stream=True)
     assert status == 200 and body.endswith(event("[DONE]"))
-    first, second = (engine.asked[0] for engine in setup.decode)
-    assert "kv_transfer_params" in first and "kv_transfer_params" not in second
-    assert setup.metric("bidir_router_decode_alone_total", reason="transfer_failed") == 1
+    asked = [engine.asked[0]["kv_transfer_params"] for engine in setup.decode]
+    read = [params["remote_request_id"] for params in asked]
+    assert read == handed and len(handed) == 3
+
+
+async def test_a_d_that_was_sent_nothing_leaves_the_handover_to_another(
+    make_setup: MakeSetup,
+) -> None:
+    setup = await make_setup(decode=2, health_interval=0)
+    await setup.decode[0].stop()
+    status, body = await setup.ask(stream=True)
+    assert status == 200 and body.endswith(event("[DONE]"))
+    assert len(setup.prefill[0].asked) == 1
+    assert setup.decode[1].asked[0]["kv_transfer_params"]["readback"] == 1
 
 
 ERROR = {"error": {"message": "no", "type": "InternalServerError", "code": 500}}

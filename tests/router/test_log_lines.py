@@ -98,6 +98,18 @@ async def test_a_line_that_cannot_be_made_takes_no_other_with_it(
     assert "no number" in capsys.readouterr().err  # logging's own word about it
 
 
+async def test_what_a_turn_says_that_cannot_be_made_takes_no_other_with_it(
+    logger: logging.Logger, writes: Writes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (lines,) = logger.handlers
+    assert isinstance(lines, LogLines)
+    for form, word in (("%s", "before"), ("%d", "no number"), ("%s", "behind")):
+        lines.later(logger, form, word)
+    await asyncio.sleep(LONG_S)
+    assert writes.getvalue() == "before\nbehind\n"
+    assert "no number" in capsys.readouterr().err
+
+
 async def test_what_a_turn_says_is_a_line_like_any_other_and_in_its_place(
     logger: logging.Logger, writes: Writes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

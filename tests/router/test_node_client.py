@@ -92,6 +92,7 @@ class Sent(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[bytes] = []
+        self.closing = False
 
     def write(self, data: Any) -> None:
         self.calls.append(bytes(data))
@@ -100,10 +101,21 @@ class Sent(asyncio.Transport):
         self.calls.append(b"".join(list_of_data))
 
     def is_closing(self) -> bool:
-        return False
+        return self.closing
 
     def get_write_buffer_size(self) -> int:
         return 0
+
+
+async def test_nothing_is_sent_on_a_connection_that_is_closing() -> None:
+    """It has been made, and its node has closed it a moment later."""
+    sent = Sent()
+    connection = NodeConnection(lambda one: None, lambda one: None)
+    connection.connection_made(sent)
+    sent.closing = True
+    with pytest.raises(OSError, match="closed"):
+        await connection.ask(b"POST / HTTP/1.1\r\n\r\n", b"")
+    assert sent.calls == []
 
 
 @pytest.mark.parametrize("body", [b"", b"{}"])

@@ -30,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = LogLines(sys.stderr)
     lines.setFormatter(Lines("%(levelname)s %(asctime)s [router] %(message)s", "%m-%d %H:%M:%S"))
     logging.basicConfig(handlers=[lines], level=logging.INFO)
-    said.through = lines
+    # Else somebody else has set up logging, and wants these lines, too.
+    said.through = lines if lines in logging.getLogger().handlers else None
     # The format has no use for them, and looking them up costs an eighth of a line.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None  # as logging's HOWTO says: nobody asks from where a line comes

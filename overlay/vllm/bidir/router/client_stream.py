@@ -57,7 +57,7 @@ class ClientStream:
         ClientGoneError.
         """
         response = _Streamed(headers={**headers, **_HEADERS})
-        if http.version >= HttpVersion11:
+        if http.version == HttpVersion11:
             response.enable_chunked_encoding()
         else:
             response.force_close()  # nothing else says where it ends

@@ -26,6 +26,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 # Whether the streamed answer of this task's request has begun: its status has been said.
 ANSWER_BEGUN: ContextVar[bool] = ContextVar("ANSWER_BEGUN", default=False)
+# Whether its end has been written, though the client may not have read it yet.
+ANSWER_ENDED: ContextVar[bool] = ContextVar("ANSWER_ENDED", default=False)
 # For the last event to clients that read slowly.
 _LAST_WORDS_S = 1.0
 _SAID = "The router is shutting down. Try again."
@@ -87,7 +89,8 @@ class Draining:
                     if sys.version_info >= (3, 11):
                         task.uncancel()
                     raise ShuttingDownError from None
-                await _end_stream(http)
+                if not ANSWER_ENDED.get():
+                    await _end_stream(http)
                 raise
             finally:
                 self._under_way.discard(task)

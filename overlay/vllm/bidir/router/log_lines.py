@@ -112,12 +112,17 @@ class LogLines(Handler):
         super().flush()
 
     def _write(self, waiting: list[logging.LogRecord | _Said]) -> None:
-        records = [one.record() if isinstance(one, _Said) else one for one in waiting]
+        lines, record = [], logging.makeLogRecord({})
+        for one in waiting:
+            try:
+                record = one.record() if isinstance(one, _Said) else one
+                lines.append(self.format(record) + self.terminator)
+            except Exception:
+                self.handleError(record)
         try:
-            lines = [self.format(record) + self.terminator for record in records]
             self.stream.write("".join(lines))
         except Exception:
-            self.handleError(records[-1])
+            self.handleError(record)
 
 
 class TurnLog:

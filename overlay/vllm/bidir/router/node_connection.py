@@ -49,7 +49,8 @@ class NodeConnection(asyncio.Protocol):
 
         NodeDownError when `node` goes down meanwhile, or has gone down.
         """
-        if self._transport is None:
+        if self._transport is None or self._transport.is_closing():
+            # asyncio's own transport may even raise what is no OSError, or watch a closed socket.
             raise AnswerError("the connection has been closed")
         if node is not None and is_down(node):
             self.abort()

@@ -18,7 +18,7 @@ from vllm.bidir.router.beginning import Failed, read_beginning, whole_failure
 from vllm.bidir.router.body import read_body
 from vllm.bidir.router.client_stream import ClientGoneError, ClientStream
 from vllm.bidir.router.conversations import Conversations, Key
-from vllm.bidir.router.draining import ANSWER_BEGUN
+from vllm.bidir.router.draining import ANSWER_BEGUN, ANSWER_ENDED
 from vllm.bidir.router.errors import ClientError, error_event
 from vllm.bidir.router.headers import LOGGED, NAMED, REQUEST_ID, to_client, to_engine
 from vllm.bidir.router.identity import Identities, Place, trace
@@ -79,6 +79,8 @@ class Turn:
     progress: Progress
     kept: KeptTurn | None = None
     reuse: Reuse = field(default_factory=Reuse)
+    # Whether a D may have read what P has handed over last.
+    spent: bool = False
     name: str = field(init=False)
 
     @property
@@ -143,11 +145,11 @@ class Turns:
                 self._metrics.decode_alone(bypass)
                 turn.reuse.reason = bypass
                 said.info("%s: decode node alone (%s)", turn.name, str(bypass))
-                return await self._decode_leg(http, turn, None, seat)
+                return await self._decode_leg(http, turn, None, seat, ask)
             prefilled = await self._prefill_leg(turn, ask)
             if isinstance(prefilled, Answer):
                 return _whole(prefilled, turn)
-            return await self._decode_leg(http, turn, prefilled.params, seat)
+            return await self._decode_leg(http, turn, prefilled.params, seat, ask)
 
     async def _identify(self, http: web.Request, request: TurnRequest, progress: Progress) -> Turn:
         last = ends_conversation(http.headers.get(END_HEADER))
@@ -264,24 +266,28 @@ class Turns:
         node.verifies = params is not None and params.get("readback") == 1
 
     async def _decode_leg(
-        self, http: web.Request, turn: Turn, params: dict[str, Any] | None, seat: Seat
+        self,
+        http: web.Request,
+        turn: Turn,
+        params: dict[str, Any] | None,
+        seat: Seat,
+        ask: Ask,
     ) -> web.StreamResponse:
         """Try decode nodes until one has sent its first byte; what follows is that node's."""
         refusal: Answer | None = None
-        spent = False
         async for node in seat:
-            if spent:
-                params, turn.reuse.reason, turn.reuse.tokens = None, Reason.TRANSFER_FAILED, None
+            if turn.spent:
+                # A D may have read it and have had P free it, before it failed: another would find
+                # anything there. P has the prompt in its prefix cache, and hands it over anew.
+                prefilled = await self._prefill_leg(turn, ask)
+                if isinstance(prefilled, Answer):
+                    return _whole(prefilled, turn)
+                params = prefilled.params
             done = await self._try_decode(http, turn, node, params)
             if isinstance(done, Answer) and params is not None:
                 done = await self._try_alone(http, turn, node)
             if isinstance(done, web.StreamResponse):
-                if spent:
-                    self._metrics.decode_alone(Reason.TRANSFER_FAILED)
                 return done
-            # That D may have read what P handed over, and P have freed it: another D would find
-            # anything there. One that asks P first is told so.
-            spent = spent or (params is not None and not params.get("claim"))
             # Once for both tries: a node that serves the turn alone is none that has failed.
             self._decode.failed(node)
             refusal = done or refusal
@@ -294,9 +300,12 @@ class Turns:
     ) -> web.StreamResponse | Answer | None:
         """What the client has been given; an Answer that says that the node has failed before its
         first byte, or None when it could not be reached, and nothing has been given."""
+        turn.spent = params is not None
         try:
             upstream, first, failed = await self._open(turn, node, params)
         except Unreachable as error:
+            if isinstance(error, ConnectionRefusedError):
+                turn.spent = False  # it has been sent nothing
             self._failed(turn, "decode", node, type(error).__name__)
             return None
         with closing(upstream):
@@ -317,6 +326,7 @@ class Turns:
         reuse, tokens = turn.reuse.reason, turn.reuse.tokens
         turn.reuse.reason, turn.reuse.tokens = Reason.TRANSFER_FAILED, None
         done = await self._try_decode(http, turn, node, None)
+        turn.spent = True
         if isinstance(done, web.StreamResponse):
             self._metrics.decode_alone(Reason.TRANSFER_FAILED)
         else:
@@ -366,7 +376,10 @@ class Turns:
         client = await ClientStream.begin(http, _headers(turn), at_once)
         # A client may go as soon as it has its answer, a moment before this is cancelled.
         with suppress(ConnectionResetError):
-            await client.end(await self._pass_through(client, taken, turn, node, upstream, first))
+            left = await self._pass_through(client, taken, turn, node, upstream, first)
+            # Whoever cuts it from here on has nothing to add.
+            ANSWER_ENDED.set(True)
+            await client.end(left)
         return client.response
 
     async def _pass_through(
