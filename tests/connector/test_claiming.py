@@ -179,7 +179,7 @@ def test_a_p_that_was_busy_is_asked_once_more(d: Reader, answers: list[peer.Aske
     answers[:] = [peer.Asked(reason=Reason.TIMEOUT, address=ADDRESS), peer.Asked(stands_s=30.0)]
     d.reads("r")
     d.hears()
-    assert d._questions._was_silent(ADDRESS)
+    assert ADDRESS in d._questions._silent
     assert d.step() == set()
     d.hears()
     assert d.step() == {"r"} and lost(d) == []

@@ -330,6 +330,24 @@ def test_letting_go_of_a_silent_peer_delays_nobody(bare: Bare) -> None:
     assert bare.confirmed.get(timeout=5) == (SOURCE.lease_id, 7)
 
 
+def test_who_lets_go_of_a_peer_that_was_gone_keeps_nobody_from_its_successor(
+    bare: Bare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The question waits as long as it may; the peer can have restarted when it gives up."""
+    asked: SimpleQueue[str] = SimpleQueue()
+
+    def gone(host: str, port: int, lease_id: str, *more: Any) -> peer.Asked:
+        asked.put(lease_id)
+        return peer.Asked(reason=Reason.TIMEOUT, address=(host, port))
+
+    monkeypatch.setattr(questions.peer, "confirm", gone)
+    for _ in range(3):
+        bare._questions.let_go(SOURCE, 5)
+    bare._questions._leavers.shutdown(wait=True)
+    assert not bare._questions.is_silent(SOURCE)
+    assert asked.qsize() == 1, "nor do the others of its turns keep the thread"
+
+
 def test_a_confirm_that_fails_is_not_said_twice(bare: Bare) -> None:
     hold(bare)
     bare._pop_done_transfers(bare._recving_transfers)

@@ -26,6 +26,29 @@ _CLAIMS = 64
 _T = TypeVar("_T")
 
 
+_SILENCE = (Reason.TIMEOUT, Reason.PEER_GONE)
+
+
+class Silent:
+    """Peers that did not answer lately. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._until: dict[tuple[str, int], float] = {}
+
+    def __contains__(self, address: tuple[str, int]) -> bool:
+        return self._until.get(address, 0.0) > time.monotonic()
+
+    def add(self, address: tuple[str, int]) -> None:
+        now = time.monotonic()
+        # Addresses come from params: those whose time is over are not kept.
+        for other in [one for one, until in list(self._until.items()) if until <= now]:
+            self._until.pop(other, None)
+        self._until[address] = now + SILENCE_S
+
+    def discard(self, address: tuple[str, int]) -> None:
+        self._until.pop(address, None)
+
+
 class Questions:
     """Asks peers, one thread per question; answers are (request id, answer), in order of coming."""
 
@@ -41,7 +64,8 @@ class Questions:
         self._claimers = ThreadPoolExecutor(_CLAIMS, thread_name_prefix="bidir_claim")
         # Apart, too: nobody waits for these.
         self._leavers = ThreadPoolExecutor(1, thread_name_prefix="bidir_let_go")
-        self._silent_until: dict[tuple[str, int], float] = {}
+        self._silent = Silent()
+        self._silent_to_leavers = Silent()
         self._closed = False
 
     def close(self) -> None:
@@ -92,7 +116,7 @@ class Questions:
     def _claim(
         self, address: tuple[str, int], token: str, reader: str, insists: bool
     ) -> peer.Asked:
-        if self._closed or (self._was_silent(address) and not insists):
+        if self._closed or (address in self._silent and not insists):
             return peer.Asked(reason=Reason.PEER_GONE, asked=time.monotonic())
         asked = peer.claim(*address, token, reader, self._timeout_s)
         # At once: others wait for these threads.
@@ -108,34 +132,32 @@ class Questions:
             self._leavers.submit(self._let_go, source, epoch)
 
     def _let_go(self, source: Source, epoch: int) -> None:
-        if not self.is_silent(source):
-            self.note(
-                peer.confirm(source.host, source.port, source.lease_id, epoch, self._timeout_s)
-            )
+        address = (source.host, source.port)
+        if address in self._silent or address in self._silent_to_leavers:
+            return
+        asked = peer.confirm(source.host, source.port, source.lease_id, epoch, self._timeout_s)
+        if asked.reason in _SILENCE:
+            # Of a peer that was gone then: by now it may be back, and others not wait for it.
+            self._silent_to_leavers.add(address)
+        else:
+            self.note(asked)
 
     def is_silent(self, source: Source) -> bool:
         """Whether the peer has lately not answered."""
-        return self._was_silent((source.host, source.port))
-
-    def _was_silent(self, address: tuple[str, int]) -> bool:
-        return self._silent_until.get(address, 0.0) > time.monotonic()
+        return (source.host, source.port) in self._silent
 
     def note(self, asked: peer.Asked) -> None:
         """Remember whether the peer that was asked is there."""
         if asked.address is None:
             return
-        if asked.reason in (Reason.TIMEOUT, Reason.PEER_GONE):
+        if asked.reason in _SILENCE:
             self.not_heard(asked.address)
         else:
-            self._silent_until.pop(asked.address, None)
+            self._silent.discard(asked.address)
 
     def not_heard(self, address: tuple[str, int]) -> None:
         """The peer did not answer in time."""
-        now = time.monotonic()
-        # Addresses come from params: those whose time is over are not kept.
-        for other in [one for one, until in list(self._silent_until.items()) if until <= now]:
-            self._silent_until.pop(other, None)
-        self._silent_until[address] = now + SILENCE_S
+        self._silent.add(address)
 
 
 def _ask(
