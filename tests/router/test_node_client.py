@@ -107,6 +107,17 @@ class Sent(asyncio.Transport):
         return 0
 
 
+@pytest.mark.parametrize(("status", "connections"), [(404, 1), (500, 3), (503, 3)])
+async def test_a_node_that_cannot_serve_is_left(status: int, connections: int) -> None:
+    """It may be ending, and wait for its connections to end: checks would keep one for ever."""
+    answer = b"HTTP/1.1 %d Said\r\nContent-Length: 2\r\n\r\nno" % status
+    node = Node(answer)
+    async with started(node) as address:
+        with closing(NodeClient(5)) as client:
+            assert [await ask(client, address) for _ in range(3)] == [b"no"] * 3
+    assert node.connections == connections
+
+
 async def test_nothing_is_sent_on_a_connection_that_is_closing() -> None:
     """It has been made, and its node has closed it a moment later."""
     sent = Sent()

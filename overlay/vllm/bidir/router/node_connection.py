@@ -155,13 +155,19 @@ class NodeConnection(asyncio.Protocol):
         self._kept = self._parser is not None and self._parser.should_keep_alive()
 
     def _finish(self, fault: Exception | None) -> None:
-        """The answer is whole; whatever else has come spoils the connection only."""
+        """The answer is whole; whatever else has come spoils the connection only.
+
+        So does an answer that the node cannot serve: a server that is ending may wait until nobody
+        has a connection to it, and would be asked over this one whether it is back.
+        """
         transport = self._transport
+        failed = self._reply is not None and self._reply.status >= 500
         self._until_closed = False
         self._without_body = 0
         self._end(None)
         if (
             fault is None
+            and not failed
             and self._kept
             and transport is not None
             and not transport.is_closing()
