@@ -12,7 +12,12 @@ import torch
 from vllm.bidir.connector.worker import BidirWorker
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+    NixlAgentMetadata,
+    NixlConnectorMetadata,
+    RemoteMeta,
+    ReqMeta,
+)
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MLAAttentionSpec
 
 from tests.connector.sim import BLOCK, kv_cache_config, vllm_config
@@ -97,6 +102,22 @@ class Node:
     def descriptors(self) -> list[int]:
         """Of the transfers so far, as NIXL has counted them."""
         return list(self.worker.xfer_stats.data["num_descriptors"])
+
+
+def handover(ours: list[int], theirs: list[int], host: str, port: int) -> NixlConnectorMetadata:
+    """The order to read these blocks of engine `p` as request `r`, which P knows as `at-p`."""
+    metadata = NixlConnectorMetadata()
+    metadata.reqs_to_recv["r"] = ReqMeta(
+        local_block_ids=(ours,),
+        local_physical_block_ids=(ours,),
+        tp_size=1,
+        dcp_size=1,
+        pp_size=1,
+        remote=RemoteMeta(
+            block_ids=(theirs,), host=host, port=port, engine_id="p", request_id="at-p"
+        ),
+    )
+    return metadata
 
 
 @pytest.fixture(autouse=True)

@@ -23,12 +23,10 @@ from vllm.bidir.connector.outcome import WorkerReport
 from vllm.bidir.reasons import Reason
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     NixlConnectorMetadata,
-    RemoteMeta,
-    ReqMeta,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
-from tests.connector.nodes import Node, alone
+from tests.connector.nodes import Node, alone, handover
 from tests.connector.test_worker import TIMEOUT_S, Bare
 
 __all__ = ["alone"]
@@ -342,17 +340,7 @@ def pair(model: Path) -> Iterator[tuple[Node, Node]]:
 
 def claims(d: Node, port: int, token: str) -> set[str]:
     """D reads and claims; requests whose load is over, after a moment."""
-    metadata = NixlConnectorMetadata()
-    metadata.reqs_to_recv["r"] = ReqMeta(
-        local_block_ids=(OURS,),
-        local_physical_block_ids=(OURS,),
-        tp_size=1,
-        dcp_size=1,
-        pp_size=1,
-        remote=RemoteMeta(
-            block_ids=(THEIRS,), host="127.0.0.1", port=port, engine_id="p", request_id="at-p"
-        ),
-    )
+    metadata = handover(OURS, THEIRS, "127.0.0.1", port)
     metadata.claims = {"r": ClaimOrder(token, "d/1")}
     d.worker.start_load_kv(metadata)
     end = time.monotonic() + 10

@@ -21,12 +21,10 @@ from vllm.bidir.connector.rows import Row, in_order, join_blocks, row_of
 from vllm.bidir.connector.worker import BidirWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     NixlConnectorMetadata,
-    RemoteMeta,
-    ReqMeta,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 
-from tests.connector.nodes import BLOCKS, LAYERS, Node, alone
+from tests.connector.nodes import BLOCKS, LAYERS, Node, alone, handover
 from tests.connector.sim import BLOCK
 
 __all__ = ["alone"]
@@ -110,18 +108,7 @@ def test_a_handover_brings_each_block_to_its_place(pair: tuple[Node, Node]) -> N
 
 def hands_over(d: Node, ours: list[int], theirs: list[int]) -> None:
     """D reads P's blocks into its own, the last into the last."""
-    metadata = NixlConnectorMetadata()
-    metadata.reqs_to_recv["r"] = ReqMeta(
-        local_block_ids=(ours,),
-        local_physical_block_ids=(ours,),
-        tp_size=1,
-        dcp_size=1,
-        pp_size=1,
-        remote=RemoteMeta(
-            block_ids=(theirs,), host="localhost", port=1, engine_id="p", request_id="at-p"
-        ),
-    )
-    d.worker.start_load_kv(metadata)
+    d.worker.start_load_kv(handover(ours, theirs, "localhost", 1))
     d.wait_for("r")
 
 

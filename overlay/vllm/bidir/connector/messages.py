@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from vllm.bidir.connector.handed import HandedOver
@@ -30,6 +30,7 @@ _MAX_LEASE_ID = 64
 MAX_NAME = 256
 _MAX_MESSAGE = 4096
 
+_T = TypeVar("_T")
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -69,29 +70,27 @@ def ask_claim(token: str, reader: str) -> bytes:
 
 def read_hold(answer: bytes) -> HoldAnswer | None:
     """D's answer to HOLD, None for gone; MalformedMessageError for anything else."""
-    try:
-        return _HOLD_ANSWER.decode(answer)
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
-        raise MalformedMessageError(str(error)) from error
+    return _decode(_HOLD_ANSWER, answer)
 
 
 def read_confirm(answer: bytes) -> bool:
     """Whether the hold stood; gone counts as no."""
-    try:
-        return bool(_CONFIRM_ANSWER.decode(answer))
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
-        raise MalformedMessageError(str(error)) from error
+    return bool(_decode(_CONFIRM_ANSWER, answer))
 
 
 def read_claim(answer: bytes) -> float | None:
     """Seconds for which the handover stands at the least, None if it is gone."""
-    try:
-        stands_s = _CLAIM_ANSWER.decode(answer)
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
-        raise MalformedMessageError(str(error)) from error
+    stands_s = _decode(_CLAIM_ANSWER, answer)
     if stands_s is not None and not 0 <= stands_s < math.inf:
         raise MalformedMessageError(f"{stands_s} s")
     return stands_s
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], answer: bytes) -> _T:
+    try:
+        return decoder.decode(answer)
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+        raise MalformedMessageError(str(error)) from error
 
 
 class SideChannel:

@@ -121,10 +121,13 @@ def check_shape(transfer: object) -> None:
 
 def _is_text(value: object) -> bool:
     """A string that can be sent, or None: half of a surrogate pair cannot."""
+    if not isinstance(value, str):
+        return value is None
     try:
-        return value is None or (isinstance(value, str) and len(value.encode()) >= len(value))
+        value.encode()
     except UnicodeEncodeError:
         return False
+    return True
 
 
 def _are_block_ids(group: object) -> bool:

@@ -94,13 +94,12 @@ def take_params(payload: bytes) -> tuple[bytes, dict[str, Any] | None]:
     In Responses' last event they lie inside `response`. What is not a JSON object comes back as
     it is.
     """
-    try:
-        fields = split_object(payload)
-    except (TooManyError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    opened = _open(payload)
+    if opened is None:
         return payload, None
-    inner = fields.get("response")
-    if PARAMS not in fields and inner is not None and _NEEDLE in bytes(inner):
-        stripped, params = take_params(bytes(inner))
+    fields, inner = opened
+    if inner is not None:
+        stripped, params = take_params(inner)
         fields["response"] = msgspec.Raw(stripped)
         return _ENCODER.encode(fields), params
     raw = fields.pop(PARAMS, None)
@@ -112,15 +111,26 @@ def take_params(payload: bytes) -> tuple[bytes, dict[str, Any] | None]:
 
 def find_params(payload: bytes) -> dict[str, Any] | None:
     """The same params, where nobody needs the rest."""
+    opened = _open(payload)
+    if opened is None:
+        return None
+    fields, inner = opened
+    if inner is not None:
+        return find_params(inner)
+    raw = fields.get(PARAMS)
+    return None if raw is None else decode_params(raw)
+
+
+def _open(payload: bytes) -> tuple[dict[str, msgspec.Raw], bytes | None] | None:
+    """Its fields, and the response among them if that has the params; None if it is no object."""
     try:
         fields = split_object(payload)
     except (TooManyError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     inner = fields.get("response")
-    if PARAMS not in fields and inner is not None and _NEEDLE in bytes(inner):
-        return find_params(bytes(inner))
-    raw = fields.get(PARAMS)
-    return None if raw is None else decode_params(raw)
+    if PARAMS in fields or inner is None or _NEEDLE not in bytes(inner):
+        return fields, None
+    return fields, bytes(inner)
 
 
 def _split(lines: bytes) -> list[bytes]:

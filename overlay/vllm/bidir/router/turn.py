@@ -282,7 +282,7 @@ class Turns:
                 prefilled = await self._prefill_leg(turn, ask)
                 if isinstance(prefilled, Answer):
                     return _whole(prefilled, turn)
-                params = prefilled.params
+                params, turn.spent = prefilled.params, False
             done = await self._try_decode(http, turn, node, params)
             if isinstance(done, Answer) and params is not None:
                 done = await self._try_alone(http, turn, node)
@@ -300,12 +300,11 @@ class Turns:
     ) -> web.StreamResponse | Answer | None:
         """What the client has been given; an Answer that says that the node has failed before its
         first byte, or None when it could not be reached, and nothing has been given."""
-        turn.spent = params is not None
         try:
             upstream, first, failed = await self._open(turn, node, params)
         except Unreachable as error:
-            if isinstance(error, ConnectionRefusedError):
-                turn.spent = False  # it has been sent nothing
+            # Who has refused the connection has been sent nothing.
+            turn.spent |= params is not None and not isinstance(error, ConnectionRefusedError)
             self._failed(turn, "decode", node, type(error).__name__)
             return None
         with closing(upstream):
@@ -315,6 +314,7 @@ class Turns:
                     return await self._stream(http, turn, node, upstream, first)
         if failed is None:
             return await self._answer(turn, node, upstream, first)
+        turn.spent |= params is not None
         self._failed(turn, "decode", node, failed.kind)
         headers = to_client(upstream.headers)
         return Answer(failed.status, failed.content_type, failed.body, headers)
@@ -326,7 +326,6 @@ class Turns:
         reuse, tokens = turn.reuse.reason, turn.reuse.tokens
         turn.reuse.reason, turn.reuse.tokens = Reason.TRANSFER_FAILED, None
         done = await self._try_decode(http, turn, node, None)
-        turn.spent = True
         if isinstance(done, web.StreamResponse):
             self._metrics.decode_alone(Reason.TRANSFER_FAILED)
         else:
