@@ -126,6 +126,30 @@ def test_a_handover_counts_when_p_has_answered(d: Reader) -> None:
     assert d.busy_engines() == set()
 
 
+@pytest.mark.parametrize("why", ["several groups", "context parallelism", "other block sizes"])
+def test_what_the_base_reads_is_claimed_too(
+    d: Reader, answers: list[peer.Asked], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It pairs the blocks by rules of its own, and would have NIXL tell P."""
+    d._is_hma_required = why == "several groups"
+    d.info.remote_dcp_size = 2 if why == "context parallelism" else 1
+    monkeypatch.setattr(type(d), "is_alike", lambda self, engine: why != "other block sizes")
+    d.kv_cache_config = SimpleNamespace(transfer_groups=["one"])
+    answers[:0] = [replace(answers[0]), peer.Asked(reason=Reason.EXPIRED, address=ADDRESS)]
+    d.reads("r")
+    assert d.nixl_wrapper.notifications == [b""], "NIXL would have P free it"
+    d.hears()
+    assert d.step() == {"r"} and d.told == [("agent", NOTICE)]
+
+    d.reads("again")
+    d.hears()
+    assert d.step() == {"again"} and lost(d) == ["expired"]
+    assert d.said.failed == ({"again"} if why == "several groups" else set())
+
+    d.reads("unclaimed", claims=False)
+    assert d.nixl_wrapper.notifications[-1] == NOTICE
+
+
 def test_an_answer_that_is_there_first_delays_nothing(d: Reader) -> None:
     d.reads("r")
     d.hears()

@@ -96,6 +96,7 @@ class Bare(BidirWorker):
 
     def __init__(self) -> None:
         self._recving_metadata, self._recving_transfers = {}, defaultdict(list)
+        self._failed: set[str] = set()
         self._invalid_block_ids, self._failed_recv_reqs = queue.Queue(), queue.Queue()
         self._remember_nobody()
         self.nixl_wrapper = FakeNixl()
@@ -150,9 +151,11 @@ class Bare(BidirWorker):
     def _compute_desc_ids(self, block_ids: Any, **more: Any) -> Any:
         return [block for group in block_ids for block in group]
 
-    def _apply_prefix_caching(self, ours: Any, theirs: Any, *ratios: int) -> Any:
-        pairs = zip(ours, theirs, strict=True)
-        return ours, [their[len(their) - len(our) :] for our, their in pairs]
+    def _apply_prefix_caching(
+        self, decode_block_ids: Any, prefill_block_ids: Any, *ratios: int, **named: int
+    ) -> Any:
+        pairs = zip(decode_block_ids, prefill_block_ids, strict=True)
+        return decode_block_ids, [theirs[len(theirs) - len(ours) :] for ours, theirs in pairs]
 
     def _ensure_handshake(self, engine_id: str, *address: Any) -> Future[Any] | None:
         if engine_id in self._remote_agents:
@@ -180,9 +183,7 @@ class Bare(BidirWorker):
         done = self._pop_done_transfers(self._recving_transfers)
         while not self._failed_recv_reqs.empty():
             done.add(self._failed_recv_reqs.get())
-        for name in done:
-            self._note_outcome(name)
-        self._note_ended_writers()
+        self._note(done)
         return done, self.take_report()
 
     def lost(self) -> tuple[set[int], set[str]]:

@@ -1,4 +1,4 @@
-"""A small random Qwen3 for tests: seeded, made in a second, needs no network.
+"""A small random model for tests: seeded, made in a second, needs no network.
 
 Its greedy output is varied, depends on the whole context, and never leaves the tokens that
 survive text -> ids -> text (see ``tokenizer.py``).
@@ -15,7 +15,7 @@ from typing import Any
 from tools.cluster.tokenizer import END_OF_TEXT_ID, GENERATED_IDS, VOCAB_SIZE, write_tokenizer
 
 # The residual stream's first feature holds this value at every layer and position, since nothing
-# writes to it. The output layer uses it as the bias that Qwen3 has not got.
+# writes to it. The output layer uses it as the bias that these models have not got.
 _BIAS_FEATURE = 0
 _BIAS_VALUE = 1.0
 _NEVER = -1e5
@@ -24,6 +24,9 @@ _NEVER = -1e5
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes of the model. Heads divide by 4, so that it runs with tensor parallelism 1, 2 and 4.
+
+    A Qwen3. With ``window`` a Llama, every other layer of which attends to so many tokens only:
+    its KV cache has two kinds of groups.
 
     ``initializer_range`` is the standard deviation of all weights but the embeddings, where it
     is 1. ``query_scale`` multiplies the normalised queries: at 1 attention is nearly uniform and
@@ -40,6 +43,7 @@ class ModelShape:
     initializer_range: float = 0.2
     query_scale: float = 2.0
     seed: int = 0
+    window: int = 0
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -67,9 +71,17 @@ def make_model(folder: Path, shape: ModelShape | None = None) -> Path:
 
 
 def _config(shape: ModelShape) -> dict[str, Any]:
+    kind: dict[str, Any] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    if shape.window:
+        layers = [("sliding", "full")[number % 2] for number in range(shape.layers)]
+        kind = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "layer_types": [f"{layer}_attention" for layer in layers],
+            "sliding_window": shape.window,
+        }
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        **kind,
         "vocab_size": VOCAB_SIZE,
         "num_hidden_layers": shape.layers,
         "hidden_size": shape.hidden,
@@ -121,11 +133,10 @@ def _weights(shape: ModelShape) -> Iterator[tuple[str, Any]]:
         yield prefix + "self_attn.q_proj.weight", matrix(query, shape.hidden)
         yield prefix + "self_attn.k_proj.weight", matrix(key_value, shape.hidden)
         yield prefix + "self_attn.v_proj.weight", matrix(key_value, shape.hidden)
-        yield (
-            prefix + "self_attn.q_norm.weight",
-            ones(shape.head_size) * np.float32(shape.query_scale),
-        )
-        yield prefix + "self_attn.k_norm.weight", ones(shape.head_size)
+        if not shape.window:  # Llama normalises neither
+            scale = np.float32(shape.query_scale)
+            yield prefix + "self_attn.q_norm.weight", ones(shape.head_size) * scale
+            yield prefix + "self_attn.k_norm.weight", ones(shape.head_size)
         yield prefix + "self_attn.o_proj.weight", residual(query)
         yield prefix + "post_attention_layernorm.weight", ones(shape.hidden)
         yield prefix + "mlp.gate_proj.weight", matrix(shape.intermediate, shape.hidden)

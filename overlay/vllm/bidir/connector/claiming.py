@@ -69,10 +69,7 @@ class _Claim:
 
 
 class ClaimingWorker(ReadingWorker):
-    """Reads handovers, and claims those of a P that answers.
-
-    What the base pairs by rules of its own (reading.py) is read unclaimed, as from a stock P.
-    """
+    """Reads handovers, and claims those of a P that answers."""
 
     xfer_stats: BidirStats
 
@@ -115,7 +112,7 @@ class ClaimingWorker(ReadingWorker):
         super()._read_blocks_for_req(req_id, meta)
         self._posting = None
         if not claim.notices:
-            # It has failed, or is read as the base reads it.
+            # It has failed.
             self._claims.pop(req_id, None)
 
     def _told_by_read(self, request_id: str, rank: int, notice: bytes) -> bytes | None:

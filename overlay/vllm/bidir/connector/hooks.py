@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vllm.bidir.connector.scheduler import BidirScheduler
     from vllm.config import KVTransferConfig, VllmConfig
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 
@@ -145,6 +146,29 @@ def recomputes_failed_load(connector: Any, request: Request) -> bool:
     """
     params = request.kv_transfer_params
     return bool(params and params.get("do_remote_decode")) and our_scheduler(connector) is not None
+
+
+def told_by_read(worker: Any, request_id: str, rank: int, notice: bytes) -> bytes:
+    """What NIXL is to tell P's rank with the last byte of a READ of the base's; b"": nothing.
+
+    Our worker tells P that it may free the blocks when the load counts.
+    """
+    ours = getattr(worker, "_told_by_read", None)
+    return notice if ours is None else ours(request_id, rank, notice) or b""
+
+
+def failed_loads(scheduler: Any, output: KVConnectorOutput) -> set[str]:
+    """Requests that end with an error since what was to be loaded for them has not been; others
+    that have failed so are computed. See failed_loads.py."""
+    ours = our_scheduler(scheduler.connector)
+    failed = set() if ours is None else ours.failed_loads.over(output)
+    if not failed:
+        return failed
+    from vllm.bidir.connector.failed_loads import settle
+
+    return settle(
+        scheduler, failed, lambda request: recomputes_failed_load(scheduler.connector, request)
+    )
 
 
 def our_scheduler(connector: Any) -> BidirScheduler | None:

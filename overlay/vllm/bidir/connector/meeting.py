@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.bidir.connector import agents, layout
+from vllm.bidir.connector.failed_loads import FailingWorker
 from vllm.bidir.connector.nixl_config import configured, delay_us
 from vllm.bidir.connector.options import read_options
 from vllm.bidir.connector.ranks import UnlikePeerError
@@ -23,9 +24,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     NixlAgentMetadata,
     NixlConnectorMetadata,
     ReqMeta,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (
-    NixlPullConnectorWorker,
 )
 from vllm.distributed.nixl_utils import NixlWrapper
 from vllm.logger import init_logger
@@ -46,7 +44,7 @@ _HANDSHAKES = 64
 _UNLIKE = 4096
 
 
-class MeetingWorker(NixlPullConnectorWorker):
+class MeetingWorker(FailingWorker):
     """The base's pull worker, which remembers whom it has met."""
 
     def __init__(

@@ -48,14 +48,15 @@ class LostHandover:
 class WorkerReport(KVConnectorWorkerMetadata):
     """News of one step: `outcomes` of finished read-backs; by how many the `writers` of a request
     have changed, which are ranks whose READ was given up and has not ended; handovers that are
-    `lost`."""
+    `lost`; loads that have `failed` and are over, where no block says so."""
 
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     writers: dict[str, int] = field(default_factory=dict)
     lost: dict[str, LostHandover] = field(default_factory=dict)
+    failed: set[str] = field(default_factory=set)
 
     def __bool__(self) -> bool:
-        return bool(self.outcomes or self.writers or self.lost)
+        return bool(self.outcomes or self.writers or self.lost or self.failed)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, WorkerReport)  # all ranks run the same worker
@@ -65,4 +66,5 @@ class WorkerReport(KVConnectorWorkerMetadata):
         for request_id, change in other.writers.items():
             self.writers[request_id] = self.writers.get(request_id, 0) + change
         self.lost |= other.lost
+        self.failed |= other.failed
         return self

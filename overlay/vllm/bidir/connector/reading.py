@@ -2,7 +2,7 @@
 """How a worker reads blocks: which descriptors, in which order, and who posts them.
 
 Serves both directions. Handovers that the base pairs by rules of its own (several kinds of groups,
-other block sizes, context parallelism) are read as the base reads them.
+other block sizes, context parallelism) are read as the base reads them, but for what P is told.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqMeta
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger(__name__)
@@ -148,6 +149,18 @@ class ReadingWorker(MeetingWorker):
     # Handover
     ############################################################
 
+    def _read_blocks_for_req(self, req_id: str, meta: ReqMeta) -> None:
+        assert meta.remote is not None  # as ordered
+        if len(meta.remote.block_ids) != len(meta.local_block_ids):
+            # Before the base looks for the groups that are missing.
+            self._refuse_handover(req_id)
+            return
+        super()._read_blocks_for_req(req_id, meta)
+
+    def _refuse_handover(self, request_id: str) -> None:
+        logger.warning("req=%s: its params do not fit its prompt or its peer", request_id)
+        self._handle_failed_transfer(request_id, None)
+
     def _read_blocks(
         self,
         read_spec: ReadSpec,
@@ -160,8 +173,7 @@ class ReadingWorker(MeetingWorker):
     ) -> None:
         """Of a handover, from one rank."""
         if not self._fits(read_spec, dst_engine_id):
-            logger.warning("req=%s: its params do not fit its prompt or its peer", request_id)
-            self._handle_failed_transfer(request_id, None)
+            self._refuse_handover(request_id)
             return
         # Tells P, when all have come, that it may free them.
         notice = f"{remote_request_id}:{expected_consumers}".encode()
@@ -204,17 +216,15 @@ class ReadingWorker(MeetingWorker):
 
         They come with the request; the base asserts it, which would end the engine.
         """
-        if self._is_hma_required:
-            return True  # several kinds of groups, which the base pairs by rules of its own
         blocks = self.dst_num_blocks[engine_id]
         pairs = list(zip(read_spec.local_block_ids, read_spec.remote_block_ids, strict=False))
         if len(pairs) != len(read_spec.local_block_ids):
             return False
         if any(not 0 <= k < blocks for _, remote in pairs for k in remote):
             return False
-        return not self.is_alike(engine_id) or all(
-            len(local) <= len(theirs) for local, theirs in pairs
-        )
+        if self._has_mamba or not self.is_alike(engine_id):
+            return True  # how many pair with how many is for the base to say
+        return all(len(local) <= len(theirs) for local, theirs in pairs)
 
     def _pairs(self, read_spec: ReadSpec, engine_id: str) -> Pairs | None:
         """A handover's pairs of blocks in an order that NIXL can merge; None where the base pairs

@@ -21,6 +21,7 @@ import msgspec
 from vllm.bidir.connector import agents, handed, support
 from vllm.bidir.connector.claiming import ClaimOrder
 from vllm.bidir.connector.decision import Match, gain, match
+from vllm.bidir.connector.failed_loads import FailedLoads
 from vllm.bidir.connector.fingerprint import fingerprint
 from vllm.bidir.connector.given_up import WrittenBlocks
 from vllm.bidir.connector.handed import HandedOver
@@ -97,6 +98,7 @@ class BidirScheduler(NixlPullConnectorScheduler):
         # Those whose P can be asked whether it still has them; those that a rank has lost.
         self._claims: dict[str, ClaimOrder] = {}
         self._lost: dict[str, LostHandover] = {}
+        self.failed_loads = FailedLoads()
         # Another process of the same engine id is another reader, and all ranks are one.
         self._reader = f"{engine_id[:64]}/{secrets.token_hex(8)}"
         self.handed = HandedOver()

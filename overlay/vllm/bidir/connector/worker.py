@@ -430,10 +430,15 @@ class BidirWorker(ClaimingWorker):
 
     def get_finished(self) -> tuple[set[str], set[str]]:
         sent, received = super().get_finished()
+        self._note(received)
+        return sent, received
+
+    def _note(self, received: set[str]) -> None:
+        """News for the scheduler at a step's end, of requests whose loads are over and others."""
         for request_id in received:
             self._note_outcome(request_id)
+        self._report.failed |= self._failed_of(received)
         self._note_ended_writers()
-        return sent, received
 
     def _note_outcome(self, request_id: str) -> None:
         read = self._reads.pop(request_id, None)
