@@ -88,7 +88,9 @@ def measure(conversation: Conversation, servers: Servers, rng: random.Random) ->
     """Run it. EngineError when an engine refuses or a turn was not kept."""
     turn = first_turn(conversation.prompt, conversation.generate, servers)
     found = second_turn(conversation, turn, servers, rng)
-    found.stranded += give_back(servers.decode, turn.answer)
+    stranded = give_back(servers.decode, turn.answer)
+    if servers.counting is None:  # the base's read by count has had D free what it read
+        found.stranded += stranded
     return found
 
 

@@ -89,6 +89,14 @@ def test_turns_are_given_back_and_those_that_d_has_lost_are_counted(
     assert turn_of([5] * 60).stranded == 2
 
 
+def test_a_turn_that_the_base_has_read_by_count_is_not_lost(
+    asked: list[Asked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its notice has D free the turn; that of the second turn nobody else has read."""
+    monkeypatch.setattr(measure, "release", lambda url, ids: [])
+    assert turn_of([5] * 60, measure.Servers("p", "d", "by count")).stranded == 1
+
+
 def test_ranks_are_asked_where_turns_are_kept_and_where_they_go_on(asked: list[Asked]) -> None:
     second = [5] * 60
     turn_of(second, measure.Servers("p", "d", decode_rank=0, answer_rank=1))
