@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -48,12 +49,16 @@ class Reader(Bare):
         super().__init__()
         self._remote_agents["d"] = {(0, 0): "agent"}
 
-    def reads(self, request_id: str, claims: bool = True, ours: Sequence[int] = OURS) -> None:
-        """The request's READs are posted, unless it needs nothing."""
+    def reads(
+        self, request_id: str, claims: bool = True, ours: Sequence[int] | None = OURS
+    ) -> None:
+        """The request's READs are posted, unless it needs nothing: of one block at the least, or
+        None, as the scheduler has it."""
         remote = SimpleNamespace(
             engine_id="d", host="10.0.0.1", port=5600, request_id="at-p", block_ids=(THEIRS,)
         )
-        meta: Any = SimpleNamespace(remote=remote, local_block_ids=(ours,))
+        groups = () if ours is None else (ours,)
+        meta: Any = SimpleNamespace(remote=remote, local_block_ids=groups)
         if ours:
             self._recving_metadata[request_id] = meta
         if claims:
@@ -102,7 +107,7 @@ def d(answers: list[peer.Asked], monkeypatch: pytest.MonkeyPatch) -> Reader:
         spec: Any = SimpleNamespace(
             remote_rank=0,
             local_block_ids=meta.local_block_ids,
-            remote_block_ids=meta.remote.block_ids,
+            remote_block_ids=meta.remote.block_ids[: len(meta.local_block_ids)],
         )
         self._read_blocks(spec, "d", req_id, "at-p", 1, 2, 1)
 
@@ -134,7 +139,6 @@ def test_what_the_base_reads_is_claimed_too(
     d._is_hma_required = why == "several groups"
     d.info.remote_dcp_size = 2 if why == "context parallelism" else 1
     monkeypatch.setattr(type(d), "is_alike", lambda self, engine: why != "other block sizes")
-    d.kv_cache_config = SimpleNamespace(transfer_groups=["one"])
     answers[:0] = [replace(answers[0]), peer.Asked(reason=Reason.EXPIRED, address=ADDRESS)]
     d.reads("r")
     assert d.nixl_wrapper.notifications == [b""], "NIXL would have P free it"
@@ -288,7 +292,7 @@ def test_what_is_posted_of_a_lost_request_tells_nobody(d: Reader) -> None:
 
 def test_p_is_told_what_d_does_not_need(d: Reader) -> None:
     """A request that has gone, or whose prompt D has: P keeps its blocks for nobody."""
-    d.reads("r", ours=[])
+    d.reads("r", ours=None)
     assert d.nixl_wrapper.posted == [] and d.told == []
     d.hears()
     assert d.busy_engines() == set()
@@ -301,7 +305,7 @@ def test_an_answer_that_comes_between_steps_is_taken_with_the_next(
     d: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(NixlPullConnectorWorker, "start_load_kv", lambda *_: None)
-    d.reads("r", ours=[])
+    d.reads("r", ours=None)
     d.hears()
     d.start_load_kv(NixlConnectorMetadata())
     assert d._claims["r"].answer is not None
@@ -312,7 +316,7 @@ def test_what_another_d_reads_is_not_ended_by_one_that_does_not_need_it(
 ) -> None:
     """The first D may tell P late that its request has gone: the second is reading by then."""
     answers[0] = peer.Asked(reason=Reason.EXPIRED, address=ADDRESS)
-    d.reads("r", ours=[])
+    d.reads("r", ours=None)
     d.hears()
     assert d.step() == set()
     assert d.told == [] and d._claims == {}
@@ -320,7 +324,7 @@ def test_what_another_d_reads_is_not_ended_by_one_that_does_not_need_it(
 
 
 def test_of_a_stock_p_nothing_is_claimed_that_d_does_not_need(d: Reader) -> None:
-    d.reads("r", claims=False, ours=[])
+    d.reads("r", claims=False, ours=None)
     assert d.told == [("agent", NOTICE)]
 
 
@@ -364,14 +368,31 @@ def pair(model: Path) -> Iterator[tuple[Node, Node]]:
 
 def claims(d: Node, port: int, token: str) -> set[str]:
     """D reads and claims; requests whose load is over, after a moment."""
+    d.worker.start_load_kv(order(port, token))
+    return finished(d)
+
+
+def order(port: int, token: str) -> NixlConnectorMetadata:
     metadata = handover(OURS, THEIRS, "127.0.0.1", port)
     metadata.claims = {"r": ClaimOrder(token, "d/1")}
-    d.worker.start_load_kv(metadata)
+    return metadata
+
+
+def finished(d: Node) -> set[str]:
     end = time.monotonic() + 10
     while not (over := d.worker.get_finished()[1]):
         assert time.monotonic() < end
         time.sleep(0.001)
     return set(over)
+
+
+def heard(p: Node) -> list[bytes]:
+    """What P is told by its only reader."""
+    end = time.monotonic() + 10
+    while not (notices := p.worker.nixl_wrapper.get_new_notifs()):
+        assert time.monotonic() < end
+    (found,) = notices.values()
+    return list(found)
 
 
 def test_p_hears_that_it_may_free_what_has_counted(
@@ -382,10 +403,58 @@ def test_p_hears_that_it_may_free_what_has_counted(
     for ours, theirs in zip(OURS, THEIRS, strict=True):
         assert torch.equal(d.block(ours), p.block(theirs))
     assert d.worker.get_block_ids_with_load_errors() == set()
+    assert heard(p) == [NOTICE]
+
+
+def test_p_hears_of_what_the_base_has_read_when_it_has_counted(
+    pair: tuple[Node, Node], port: int, token: str
+) -> None:
+    """NIXL sends no empty message: P's worker could not read it."""
+    p, d = pair
+    d.worker._is_hma_required = True
+    with patch.object(d.worker, "_take_answers", lambda: None):
+        d.worker.start_load_kv(order(port, token))
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            assert d.worker.get_finished()[1] == set()
+            assert p.worker.nixl_wrapper.get_new_notifs() == {}
+            time.sleep(0.01)
+    assert finished(d) == {"r"}
+    for ours, theirs in zip(OURS, THEIRS, strict=True):
+        assert torch.equal(d.block(ours), p.block(theirs))
+    assert heard(p) == [NOTICE]
+
+
+@pytest.mark.parametrize("ours", [(), [], ([],)], ids=str)
+@pytest.mark.parametrize("claimed", [True, False])
+def test_p_hears_of_what_d_does_not_need(
+    pair: tuple[Node, Node], port: int, token: str, ours: Any, claimed: bool
+) -> None:
+    """As the base's scheduler orders it: of no group, or of an empty one."""
+    p, d = pair
+    metadata = order(port, token)
+    meta = metadata.reqs_to_recv["r"]
+    meta.local_block_ids = meta.local_physical_block_ids = ours
+    if not claimed:
+        metadata.claims = {}
+    d.worker.start_load_kv(metadata)
     end = time.monotonic() + 10
     while not (notices := p.worker.nixl_wrapper.get_new_notifs()):
+        assert d.worker.get_finished()[1] == set()
         assert time.monotonic() < end
     assert list(notices.values()) == [[NOTICE]]
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["several groups", "one"])
+def test_a_failed_load_is_told_with_its_end(pair: tuple[Node, Node], whole: bool) -> None:
+    _, d = pair
+    d.worker._is_hma_required = whole
+    d.worker._recving_metadata["r"] = handover(OURS, THEIRS, "127.0.0.1", 1).reqs_to_recv["r"]
+    d.worker._handle_failed_transfer("r", None)
+    assert d.worker.get_finished()[1] == {"r"}
+    report = d.worker.take_report()
+    assert (report.failed if report else set()) == ({"r"} if whole else set())
+    assert d.worker.get_block_ids_with_load_errors() == (set() if whole else set(OURS))
 
 
 def test_a_handover_that_p_has_ended_is_a_failed_load(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.bidir.connector.failed_loads import FailedLoads
+from vllm.bidir.connector.meeting import MeetingWorker
 from vllm.bidir.connector.outcome import WorkerReport
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiKVConnectorWorkerMetadata,
@@ -160,3 +161,58 @@ def test_the_worker_tells_what_no_block_says(several: bool) -> None:
     assert (report.failed if report else set()) == ({"r"} if several else set())
     assert d.lost()[0] == (set() if several else {3, 4})
     assert not d._failed
+
+
+def test_several_groups_of_full_attention_fail_as_a_whole_too() -> None:
+    """The scheduler takes blocks for those of a model's only group, and would end the engine."""
+    d = Bare()
+    d.kv_cache_config.kv_cache_groups.append("another")
+    d._recving_metadata["r"] = SimpleNamespace(local_block_ids=([3], [5]), remote=None)
+    d._handle_failed_transfer("r", None)
+    assert d.get_block_ids_with_load_errors() == set()
+    _, report = d.finish()
+    assert report is not None and report.failed == {"r"}
+
+
+@pytest.mark.parametrize("error", [AssertionError("Group 0: |5 - 1| > 2"), IndexError()])
+def test_what_the_base_finds_unfit_ends_the_request_only(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a Mamba model, whose groups it pairs by rules of its own."""
+
+    def unfit(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(MeetingWorker, "_read_blocks_for_req", unfit)
+    d = Bare()
+    meta: Any = SimpleNamespace(
+        local_block_ids=([1, 2],), remote=SimpleNamespace(block_ids=([3],), engine_id="d")
+    )
+    d._recving_metadata["r"] = meta
+    d._read_blocks_for_req("r", meta)
+    assert d.finish()[0] == {"r"}
+
+
+@pytest.mark.parametrize("theirs", [(), ([],), ([1], [2])], ids=str)
+def test_a_handover_of_other_groups_is_refused(
+    theirs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MeetingWorker, "_read_blocks_for_req", lambda *_: pytest.fail("it is read"))
+    d = Bare()
+    meta: Any = SimpleNamespace(
+        local_block_ids=([1, 2],), remote=SimpleNamespace(block_ids=theirs, engine_id="d")
+    )
+    d._recving_metadata["r"] = meta
+    d._read_blocks_for_req("r", meta)
+    assert d.finish()[0] == {"r"}
+
+
+@pytest.mark.parametrize(("theirs", "fits"), [(1, False), (10, False), (11, True), (12, True)])
+def test_where_blocks_are_smaller_there_must_be_enough_of_them(theirs: int, fits: bool) -> None:
+    """Six of ours take twelve of theirs, or eleven where the prompt ends in the first half of our
+    last one. The base takes fewer for all."""
+    d = Bare()
+    d.transfer_topo.block_size_ratio = lambda size: 2
+    d._physical_blocks_per_logical_kv_block = 1
+    spec: Any = SimpleNamespace(local_block_ids=([1] * 6,), remote_block_ids=([2] * theirs,))
+    assert d._fits(spec, "d") is fits

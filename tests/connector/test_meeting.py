@@ -44,6 +44,9 @@ class Bare(MeetingWorker):
         self._recving_metadata: dict[str, Any] = {}
         self._failed_recv_reqs: queue.Queue[str] = queue.Queue()
         self._is_hma_required = False
+        self.kv_cache_config: Any = SimpleNamespace(
+            transfer_groups=["one"], kv_cache_groups=["one"]
+        )
         info = SimpleNamespace(remote_block_size=16, remote_physical_blocks_per_logical=1)
         self.transfer_topo: Any = SimpleNamespace(
             get_engine_info=lambda engine: info,

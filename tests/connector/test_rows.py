@@ -206,7 +206,7 @@ def test_a_stock_node_is_told_what_it_would_be_itself(
 
 
 @pytest.mark.parametrize("layout", ["BLHNC", "LBHNC"])
-@pytest.mark.parametrize("given", [4, 3, 2, 1])
+@pytest.mark.parametrize("given", [4, 3])
 def test_smaller_blocks_are_put_where_they_belong(
     model: Path, layout: str, given: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +227,18 @@ def test_smaller_blocks_are_put_where_they_belong(
     for number, block in enumerate(before[1:], 1):
         if number not in ours:
             assert torch.equal(d.block(number), block), "no other block is touched"
+
+
+def test_too_few_smaller_blocks_are_a_failed_load(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base would zero the rest, as if the prompt ended there."""
+    monkeypatch.setattr(meeting.current_platform, "is_cpu", lambda: False)
+    p, d = Node(model, "p", "LBNHC", BLOCK // 2), Node(model, "d", "LBNHC")
+    d.meets(p)
+    d.worker.start_load_kv(handover([30, 11], [7, 21], "localhost", 1))
+    assert d.worker.get_finished()[1] == {"r"}
+    assert d.worker.get_block_ids_with_load_errors() == {30, 11}
 
 
 def test_a_cpus_blocks_are_not_made_of_smaller_ones(model: Path) -> None:

@@ -111,6 +111,7 @@ class Bare(BidirWorker):
         self._agents["d"] = {0: b"one"}
         self._handshake_lock, self._handshake_futures = threading.Lock(), {}
         self._is_hma_required = False
+        self.kv_cache_config = SimpleNamespace(transfer_groups=["one"], kv_cache_groups=["one"])
         self._physical_blocks_per_logical_kv_block = 1
         self.world_size, self.tp_rank = 1, 0
         self.xfer_stats = BidirStats()

@@ -68,7 +68,11 @@ def test_a_d_that_comes_too_late_does_not_use_what_it_finds(
 
 @pytest.mark.parametrize(
     "change",
-    [lambda near, far: [far], lambda near, far: [near, far[1:]], lambda near, far: [near, [9999]]],
+    [
+        lambda near, far: [far],
+        lambda near, far: [near, far[1:]],
+        lambda near, far: [near, [9999] * len(far)],
+    ],
     ids=["one group", "too few blocks", "no such block"],
 )
 def test_params_that_do_not_fit_are_an_error(

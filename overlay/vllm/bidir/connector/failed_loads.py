@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads of models with several kinds of KV cache groups that have failed.
 
-The base marks blocks as not loaded, and only those of a model's one group: where there are several
+The base marks blocks as not loaded, and only those of a model's one group of full attention: else
 it marks none, and the scheduler takes the load for done. D then answers from blocks that nobody has
 written, with 200 (upstream issue #52234). Here the worker says which request it was, and all of its
 load counts as failed.
@@ -38,10 +38,20 @@ class FailingWorker(NixlPullConnectorWorker):
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self._failed: set[str] = set()
 
+    @property
+    def _fails_whole(self) -> bool:
+        """Whether blocks cannot tell the scheduler what has failed: it takes them for those of the
+        model's only group."""
+        return self._is_hma_required or len(self.kv_cache_config.kv_cache_groups) > 1
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        found: set[int] = super().get_block_ids_with_load_errors()
+        return set() if self._fails_whole else found
+
     def _handle_failed_transfer(self, req_id: str, handle: int | None) -> None:
         """May be called by a handshake's thread."""
         # One that has nothing to receive is never reported as over.
-        if self._is_hma_required and req_id in self._recving_metadata:
+        if self._fails_whole and req_id in self._recving_metadata:
             self._failed.add(req_id)  # before the base has it reported
         super()._handle_failed_transfer(req_id, handle)
 
@@ -85,6 +95,7 @@ def settle(scheduler: Any, failed: set[str], computes: Callable[[Request], bool]
     what `computes` says. How much of a load is good can be told only in a model of one group.
     """
     ends: set[str] = set()
+    computed = 0
     for request_id in failed:
         request = scheduler.requests.get(request_id)
         if request is None or request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
@@ -92,12 +103,14 @@ def settle(scheduler: Any, failed: set[str], computes: Callable[[Request], bool]
         request.num_computed_tokens = 0
         if scheduler.recompute_kv_load_failures or computes(request):
             scheduler.failed_recving_kv_req_ids.add(request_id)
+            computed += 1
         else:
             ends.add(request_id)
-    logger.error(
-        "KV of %d request(s) could not be loaded: %d end with an error (kv_load_failure_policy), "
-        "others are computed",
-        len(failed),
-        len(ends),
-    )
+    if ends or computed:
+        logger.error(
+            "KV could not be loaded: %d request(s) end with an error, %d are computed "
+            "(kv_load_failure_policy)",
+            len(ends),
+            computed,
+        )
     return ends

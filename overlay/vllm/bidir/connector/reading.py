@@ -151,14 +151,26 @@ class ReadingWorker(MeetingWorker):
 
     def _read_blocks_for_req(self, req_id: str, meta: ReqMeta) -> None:
         assert meta.remote is not None  # as ordered
-        if len(meta.remote.block_ids) != len(meta.local_block_ids):
-            # Before the base looks for the groups that are missing.
+        theirs = meta.remote.block_ids
+        # Where nothing is to be read, there are no groups of ours.
+        missing = any(
+            len(ours) and not len(named)
+            for ours, named in zip(meta.local_block_ids, theirs, strict=False)
+        )
+        if missing or len(theirs) != len(self.kv_cache_config.transfer_groups):
             self._refuse_handover(req_id)
             return
-        super()._read_blocks_for_req(req_id, meta)
+        try:
+            super()._read_blocks_for_req(req_id, meta)
+        except (AssertionError, IndexError) as error:
+            # What the base pairs by rules of its own it also checks by them, and would end the
+            # engine, though the params come with the request.
+            self._refuse_handover(req_id, error)
 
-    def _refuse_handover(self, request_id: str) -> None:
-        logger.warning("req=%s: its params do not fit its prompt or its peer", request_id)
+    def _refuse_handover(self, request_id: str, error: Exception | None = None) -> None:
+        logger.warning(
+            "req=%s: its params do not fit its prompt or its peer", request_id, exc_info=error
+        )
         self._handle_failed_transfer(request_id, None)
 
     def _read_blocks(
@@ -214,17 +226,23 @@ class ReadingWorker(MeetingWorker):
     def _fits(self, read_spec: ReadSpec, engine_id: str) -> bool:
         """Whether a handover's params name blocks that there are, and enough of them.
 
-        They come with the request; the base asserts it, which would end the engine.
+        They come with the request. Too few would be taken for all where block sizes differ.
         """
+        assert self.transfer_topo is not None  # set with the caches, before any request
         blocks = self.dst_num_blocks[engine_id]
         pairs = list(zip(read_spec.local_block_ids, read_spec.remote_block_ids, strict=False))
         if len(pairs) != len(read_spec.local_block_ids):
             return False
         if any(not 0 <= k < blocks for _, remote in pairs for k in remote):
             return False
-        if self._has_mamba or not self.is_alike(engine_id):
-            return True  # how many pair with how many is for the base to say
-        return all(len(local) <= len(theirs) for local, theirs in pairs)
+        if self._has_mamba:
+            return True  # states and blocks pair by rules of the base's own
+        # Theirs in one of ours; and so many of them may lie behind the prompt's end in our last.
+        remote_size = self.transfer_topo.get_engine_info(engine_id).remote_block_size
+        ratio, spare = self.transfer_topo.block_size_ratio(remote_size), 0
+        if not self.is_alike(engine_id):
+            spare = ratio * self._physical_blocks_per_logical_kv_block - 1
+        return all(len(local) * ratio <= len(theirs) + spare for local, theirs in pairs)
 
     def _pairs(self, read_spec: ReadSpec, engine_id: str) -> Pairs | None:
         """A handover's pairs of blocks in an order that NIXL can merge; None where the base pairs
