@@ -207,6 +207,20 @@ def test_a_handover_of_other_groups_is_refused(
     assert d.finish()[0] == {"r"}
 
 
+def test_a_mamba_state_that_p_has_not_is_ds_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(
+        MeetingWorker, "_read_blocks_for_req", lambda self, req_id, meta: read.append(req_id)
+    )
+    d = Bare()
+    d._has_mamba = True
+    meta: Any = SimpleNamespace(
+        local_block_ids=([1],), remote=SimpleNamespace(block_ids=([],), engine_id="d")
+    )
+    d._read_blocks_for_req("r", meta)
+    assert read == ["r"]
+
+
 @pytest.mark.parametrize(("theirs", "fits"), [(1, False), (10, False), (11, True), (12, True)])
 def test_where_blocks_are_smaller_there_must_be_enough_of_them(theirs: int, fits: bool) -> None:
     """Six of ours take twelve of theirs, or eleven where the prompt ends in the first half of our

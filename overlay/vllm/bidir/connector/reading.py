@@ -152,8 +152,9 @@ class ReadingWorker(MeetingWorker):
     def _read_blocks_for_req(self, req_id: str, meta: ReqMeta) -> None:
         assert meta.remote is not None  # as ordered
         theirs = meta.remote.block_ids
-        # Where nothing is to be read, there are no groups of ours.
-        missing = any(
+        # Where nothing is to be read, there are no groups of ours. A group of Mamba states may
+        # have one that P has not, which D computes itself.
+        missing = not self._has_mamba and any(
             len(ours) and not len(named)
             for ours, named in zip(meta.local_block_ids, theirs, strict=False)
         )
