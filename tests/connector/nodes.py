@@ -99,6 +99,15 @@ class Node:
             time.sleep(0.001)
         assert self.worker.get_block_ids_with_load_errors() == set()
 
+    def heard(self) -> bytes:
+        """The one message that comes from the one peer, when it is there."""
+        end = time.monotonic() + 10
+        while not (found := self.worker.nixl_wrapper.get_new_notifs()):
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        ((message,),) = found.values()
+        return bytes(message)
+
     def descriptors(self) -> list[int]:
         """Of the transfers so far, as NIXL has counted them."""
         return list(self.worker.xfer_stats.data["num_descriptors"])

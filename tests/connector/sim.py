@@ -43,6 +43,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -116,6 +117,28 @@ def kv_cache_config(blocks: int, *groups: KVCacheGroupSpec) -> KVCacheConfig:
         kv_cache_tensors=[],
         kv_cache_groups=list(groups) or [KVCacheGroupSpec(["layer"], spec)],
     )
+
+
+def play_step(
+    engine: Engine, told: KVConnectorOutput | None
+) -> tuple[SchedulerOutput, list[EngineCoreOutput]]:
+    """One step at whose end the workers report `told`; what was scheduled, and what requests said.
+
+    Each that is scheduled says a token. The engine's memory takes no part.
+    """
+    output = engine.scheduler.schedule()
+    names = list(output.num_scheduled_tokens)
+    result = ModelRunnerOutput(
+        req_ids=names,
+        req_id_to_index={name: k for k, name in enumerate(names)},
+        sampled_token_ids=[[_FILLER] for _ in names],
+        logprobs=None,
+        prompt_logprobs_dict={},
+        pooler_output=[],
+        kv_connector_output=told,
+    )
+    outputs = engine.scheduler.update_from_output(output, result).values()
+    return output, [one for group in outputs for one in group.outputs]
 
 
 @dataclass

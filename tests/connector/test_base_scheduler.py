@@ -19,10 +19,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import zmq_ctx
 from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from tests.connector.sim import BLOCK, Engine, kv_cache_config, vllm_config
+from tests.connector.sim import BLOCK, Engine, kv_cache_config, play_step, vllm_config
 
 PROMPT = list(range(100, 100 + 3 * BLOCK + 5))
 HANDOVER: dict[str, Any] = {
@@ -49,23 +49,12 @@ def step(
     invalid: Collection[int] = (),
 ) -> list[EngineCoreOutput]:
     """One engine step at whose end the workers report transfers; what requests have said."""
-    output = engine.scheduler.schedule()
-    ids = list(output.num_scheduled_tokens)
-    result = ModelRunnerOutput(
-        req_ids=ids,
-        req_id_to_index={name: k for k, name in enumerate(ids)},
-        sampled_token_ids=[[7] for _ in ids],
-        logprobs=None,
-        prompt_logprobs_dict={},
-        pooler_output=[],
-        kv_connector_output=KVConnectorOutput(
-            finished_recving=set(received),
-            finished_sending=set(sent),
-            invalid_block_ids=set(invalid),
-        ),
+    told = KVConnectorOutput(
+        finished_recving=set(received),
+        finished_sending=set(sent),
+        invalid_block_ids=set(invalid),
     )
-    outputs = engine.scheduler.update_from_output(output, result).values()
-    return [one for group in outputs for one in group.outputs]
+    return play_step(engine, told)[1]
 
 
 def receiving(d: Engine, prompt: list[int] = PROMPT) -> Request:

@@ -386,15 +386,6 @@ def finished(d: Node) -> set[str]:
     return set(over)
 
 
-def heard(p: Node) -> list[bytes]:
-    """What P is told by its only reader."""
-    end = time.monotonic() + 10
-    while not (notices := p.worker.nixl_wrapper.get_new_notifs()):
-        assert time.monotonic() < end
-    (found,) = notices.values()
-    return list(found)
-
-
 def test_p_hears_that_it_may_free_what_has_counted(
     pair: tuple[Node, Node], port: int, token: str
 ) -> None:
@@ -403,7 +394,7 @@ def test_p_hears_that_it_may_free_what_has_counted(
     for ours, theirs in zip(OURS, THEIRS, strict=True):
         assert torch.equal(d.block(ours), p.block(theirs))
     assert d.worker.get_block_ids_with_load_errors() == set()
-    assert heard(p) == [NOTICE]
+    assert p.heard() == NOTICE
 
 
 def test_p_hears_of_what_the_base_has_read_when_it_has_counted(
@@ -422,7 +413,7 @@ def test_p_hears_of_what_the_base_has_read_when_it_has_counted(
     assert finished(d) == {"r"}
     for ours, theirs in zip(OURS, THEIRS, strict=True):
         assert torch.equal(d.block(ours), p.block(theirs))
-    assert heard(p) == [NOTICE]
+    assert p.heard() == NOTICE
 
 
 @pytest.mark.parametrize("ours", [(), [], ([],)], ids=str)

@@ -16,12 +16,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
 )
 from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.connector.memory import BLOCK
 from tests.connector.nodes import alone
-from tests.connector.sim import Engine
+from tests.connector.sim import Engine, play_step
 from tests.connector.test_worker import Bare
 
 __all__ = ["alone"]
@@ -66,21 +66,8 @@ class Decode(Engine):
 
     def works(self, told: KVConnectorOutput | None) -> dict[str, int]:
         """One step; how many tokens of which request were scheduled for it."""
-        output = self.scheduler.schedule()
-        names = list(output.num_scheduled_tokens)
-        result = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: k for k, name in enumerate(names)},
-            sampled_token_ids=[[7] for _ in names],
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[],
-            kv_connector_output=told,
-        )
-        for outputs in self.scheduler.update_from_output(output, result).values():
-            for one in outputs.outputs:
-                if one.finished:
-                    self.ends[one.request_id] = one.finish_reason
+        output, said = play_step(self, told)
+        self.ends |= {one.request_id: one.finish_reason for one in said if one.finished}
         return output.num_scheduled_tokens
 
 

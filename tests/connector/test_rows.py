@@ -102,23 +102,13 @@ def test_a_handover_brings_each_block_to_its_place(pair: tuple[Node, Node]) -> N
     hands_over(d, THEIRS, [1, 2, *OURS])
     check_moved(before, d, THEIRS, p, OURS)
     assert d.descriptors() == [expected_descriptors(d)]
-    notified = wait_for_notification(p)
-    assert notified == b"at-p:1", "P frees its blocks when all have come"
+    assert p.heard() == b"at-p:1", "P frees its blocks when all have come"
 
 
 def hands_over(d: Node, ours: list[int], theirs: list[int]) -> None:
     """D reads P's blocks into its own, the last into the last."""
     d.worker.start_load_kv(handover(ours, theirs, "localhost", 1))
     d.wait_for("r")
-
-
-def wait_for_notification(node: Node) -> bytes:
-    end = time.monotonic() + 10
-    while not (found := node.worker.nixl_wrapper.get_new_notifs()):
-        assert time.monotonic() < end
-        time.sleep(0.001)
-    ((message,),) = found.values()
-    return bytes(message)
 
 
 @pytest.mark.parametrize("aside", [False, True])

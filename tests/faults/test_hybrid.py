@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import httpx
 import pytest
 
 from tests.e2e.oracle import Compared
 from tests.faults.conftest import BLOCKS, TTL_S
-from tests.faults.test_handover import lost, overwrite, post
+from tests.faults.handovers import comes_too_late, fails
 from tests.faults.turns import FIRST_TURN, check_right, clear_cache, decode, prefill, rests, tokens
 from tools.cluster import Cluster, ClusterOptions, cluster
 from tools.cluster.model import ModelShape, make_model
@@ -53,17 +52,7 @@ def test_a_handover_is_right(hybrid: Cluster, compared: Compared, length: int) -
 def test_a_d_that_comes_too_late_does_not_use_what_it_finds(
     hybrid: Cluster, compared: Compared
 ) -> None:
-    p, d = hybrid.prefill[0], hybrid.decode[0]
-    prompt = tokens("late", 600)
-    handed = prefill(p, prompt, FIRST_TURN)
-    rests(p)
-    overwrite(p)
-    before = lost(d)
-    answer = post(d, prompt, handed)
-    assert answer.status_code == httpx.codes.INTERNAL_SERVER_ERROR, answer.text
-    assert lost(d) == before + 1
-    rests(d)
-    check_right(d, prompt, compared)
+    comes_too_late(hybrid, compared)
 
 
 @pytest.mark.parametrize(
@@ -83,10 +72,7 @@ def test_params_that_do_not_fit_are_an_error(
     prompt = tokens(("unfit", str(change)), 600)
     handed = prefill(p, prompt, FIRST_TURN)
     groups = change(*handed["remote_block_ids"])
-    answer = post(d, prompt, {**handed, "remote_block_ids": groups})
-    assert answer.status_code == httpx.codes.INTERNAL_SERVER_ERROR, answer.text
-    rests(d)
-    check_right(d, prompt, compared)
+    fails(d, prompt, {**handed, "remote_block_ids": groups}, compared)
 
 
 def test_a_handover_of_a_p_that_is_gone_is_an_error(hybrid: Cluster, compared: Compared) -> None:
@@ -95,7 +81,4 @@ def test_a_handover_of_a_p_that_is_gone_is_an_error(hybrid: Cluster, compared: C
     prompt = tokens("gone", 900)
     handed = prefill(p, prompt, FIRST_TURN)
     p.kill()
-    answer = post(d, prompt, handed)
-    assert answer.status_code == httpx.codes.INTERNAL_SERVER_ERROR, answer.text
-    rests(d)
-    check_right(d, prompt, compared)
+    fails(d, prompt, handed, compared)

@@ -1,0 +1,60 @@
+"""Handovers that must not be used, sent to D without a router."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from tests.e2e.oracle import IDS, Compared, ask
+from tests.e2e.turns import http, metric
+from tests.faults.conftest import BLOCKS
+from tests.faults.turns import FIRST_TURN, check_right, prefill, rests, tokens
+from tools.cluster import Cluster, Engine
+
+# Tokens of a block (an engine on CPUs), and of a prompt that fits the engines' length.
+BLOCK, LONG = 128, 1900
+
+
+def post(d: Engine, prompt: list[int], params: Any) -> httpx.Response:
+    body = {"model": d.model, "prompt": prompt, "max_tokens": 4, "temperature": 0}
+    with http() as client:
+        return client.post(
+            f"{d.url}/v1/completions", json={**body, "kv_transfer_params": params}, timeout=120
+        )
+
+
+def overwrite(p: Engine) -> None:
+    """Other prompts take all blocks that P has."""
+    for number in range(BLOCKS * BLOCK // LONG + 1):
+        ask(p, IDS, tokens(("other", number), LONG), max_tokens=1)
+
+
+def lost(d: Engine) -> float:
+    return metric(d, "vllm:bidir_lost_handovers_total", reason="expired")
+
+
+def fails(d: Engine, prompt: list[int], params: Any, compared: Compared) -> None:
+    """D does not answer from what it finds; the default policy for a failed load is an error, with
+    which our router has D compute."""
+    answer = post(d, prompt, params)
+    assert answer.status_code == httpx.codes.INTERNAL_SERVER_ERROR, answer.text
+    rests(d)
+    check_right(d, prompt, compared)
+
+
+def refused(d: Engine, prompt: list[int], params: Any, compared: Compared) -> None:
+    """It fails since P says that it has it no longer."""
+    before = lost(d)
+    fails(d, prompt, params, compared)
+    assert lost(d) == before + 1
+
+
+def comes_too_late(pair: Cluster, compared: Compared) -> None:
+    """P has freed the prompt's blocks, and used them for others, before D reads them."""
+    p, d = pair.prefill[0], pair.decode[0]
+    prompt = tokens("late", 600)
+    handed = prefill(p, prompt, FIRST_TURN)
+    rests(p)
+    overwrite(p)
+    refused(d, prompt, handed, compared)
