@@ -172,6 +172,17 @@ def test_more_messages_than_these_are_no_history(count: int) -> None:
     assert trace("", request, {"X-Session-ID": "one"}).root == conversation_key("", "one")
 
 
+@pytest.mark.parametrize("count", [0, 1, 1_000, 1_001, parts.MOST_ITEMS, parts.MOST_ITEMS + 1])
+def test_a_long_list_is_split_into_its_items(count: int) -> None:
+    items = [b'{"n":%d}' % number for number in range(count)]
+    text = b"[" + b" ".join([b",".join(items), b" " * (20 << 10)]) + b"]"
+    if count > parts.MOST_ITEMS:
+        with pytest.raises(parts.TooManyError):
+            parts.split_array(text)
+    else:
+        assert [bytes(item) for item in parts.split_array(text)] == items
+
+
 async def test_what_is_no_history_is_served_and_counted(setup: Setup) -> None:
     assert (await setup.ask(CHAT, messages=[0] * 20_000))[0] == 200
     assert setup.metric("bidir_router_identified_total", by="none") == 1

@@ -32,16 +32,19 @@ class _Name(str):
     """A field's name, which goes through the decoder's hook."""
 
 
-# A list would be made as long as it is, and measured then.
-_Items = msgspec.defstruct(
-    "_Items",
-    [(f"item{number}", msgspec.Raw, msgspec.UNSET) for number in range(MOST_ITEMS)],
-    array_like=True,
-    forbid_unknown_fields=True,
-)
+def _at_most(items: int) -> msgspec.json.Decoder[Any]:
+    """Of a list's items. A list itself would be made as long as it is, and measured then."""
+    names = [(f"item{number}", msgspec.Raw, msgspec.UNSET) for number in range(items)]
+    return msgspec.json.Decoder(
+        msgspec.defstruct("_Items", names, array_like=True, forbid_unknown_fields=True)
+    )
+
+
+# Places that stay empty take their time, too, and nearly all conversations are short enough for the
+# first.
+_ITEMS = (_at_most(1_000), _at_most(MOST_ITEMS))
 _FIELDS = msgspec.json.Decoder(Fields)
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
-_ITEMS = msgspec.json.Decoder(_Items)
 _PARAMS = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -59,14 +62,16 @@ def split_array(text: bytes | msgspec.Raw) -> list[msgspec.Raw]:
     """A list's items. TooManyError above MOST_ITEMS, msgspec's errors for anything else."""
     if len(memoryview(text)) <= _SHORT:
         return _LIST.decode(text)
-    try:
-        whole = _ITEMS.decode(text)
-    except msgspec.ValidationError as error:
-        if bytes(text).lstrip()[:1] != b"[":
-            raise
-        raise TooManyError from error
-    items = msgspec.structs.astuple(whole)
-    return list(items[: items.index(msgspec.UNSET)] if items[-1] is msgspec.UNSET else items)
+    for decoder in _ITEMS:
+        try:
+            items = msgspec.structs.astuple(decoder.decode(text))
+        except msgspec.ValidationError:
+            if bytes(text).lstrip()[:1] != b"[":
+                raise
+        else:
+            end = items.index(msgspec.UNSET) if items[-1] is msgspec.UNSET else len(items)
+            return list(items[:end])
+    raise TooManyError
 
 
 def decode_params(text: bytes | msgspec.Raw) -> dict[str, Any] | None:
