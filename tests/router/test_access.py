@@ -230,7 +230,7 @@ async def test_a_refusal_says_when_to_try_again(setup: Setup, leg: str) -> None:
 async def test_a_fault_of_the_router_is_a_500_in_openais_shape(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm.bidir.router.turn.parse_request", lambda *args: 1 / 0)
+    monkeypatch.setattr("vllm.bidir.router.turns.parse_request", lambda *args: 1 / 0)
     status, body = await setup.ask()
     assert status == 500 and json.loads(body)["error"]["type"] == "server_error"
 

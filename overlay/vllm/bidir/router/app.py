@@ -14,16 +14,19 @@ from aiohttp.typedefs import Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from vllm.bidir.router import openapi, policies, status_page, trace_options
 from vllm.bidir.router.access import Access
+from vllm.bidir.router.admission import Admission
 from vllm.bidir.router.background import Background
 from vllm.bidir.router.certificate import ServerCertificate
 from vllm.bidir.router.checks import HealthChecks
 from vllm.bidir.router.conversations import Bounds, Conversations, conversation_key
+from vllm.bidir.router.decode_leg import DecodeLeg
 from vllm.bidir.router.discovery import Discovery, NodeList
 from vllm.bidir.router.draining import Draining
 from vllm.bidir.router.errors import ClientError
 from vllm.bidir.router.headers import LOGGED, NAMED, REQUEST_ID, request_id
 from vllm.bidir.router.heartbeat import Heartbeat
 from vllm.bidir.router.identity import Identities
+from vllm.bidir.router.keeping import Keeping
 from vllm.bidir.router.key_rotation import KeyRotation
 from vllm.bidir.router.keys import Keys
 from vllm.bidir.router.leases import Ended, Leases
@@ -33,6 +36,7 @@ from vllm.bidir.router.node_client import NodeClient
 from vllm.bidir.router.node_metrics import NodeGauges
 from vllm.bidir.router.options import RouterOptions
 from vllm.bidir.router.pool import Pool
+from vllm.bidir.router.prefill_leg import PrefillLeg
 from vllm.bidir.router.recall import Recall
 from vllm.bidir.router.redis_link import RedisLink
 from vllm.bidir.router.request import APIS
@@ -43,7 +47,7 @@ from vllm.bidir.router.side_calls import GET, POST, SideCalls
 from vllm.bidir.router.side_channels import SideChannels
 from vllm.bidir.router.state import Alone, State
 from vllm.bidir.router.status import Sources, version
-from vllm.bidir.router.turn import Turns
+from vllm.bidir.router.turns import Turns
 
 logger = logging.getLogger("vllm_bidir_router")
 
@@ -135,19 +139,7 @@ class Router:
                 self.metrics,
                 self.keys,
             )
-            self._turns = Turns(
-                self._legs,
-                self.prefill,
-                self.decode,
-                self.conversations,
-                self.metrics,
-                self.access,
-                self.identities,
-                self.responses,
-                side_channels,
-                recall,
-                self._state,
-            )
+            self._turns = self._make_turns(side_channels, recall)
             heartbeat = Heartbeat(
                 self._legs,
                 self.conversations,
@@ -181,6 +173,26 @@ class Router:
                 await self._link.close()
             if self.tracing is not None:
                 await self.tracing.close()
+
+    def _make_turns(self, side_channels: SideChannels, recall: Recall) -> Turns:
+        assert self._legs is not None  # made just before
+        admission = Admission(side_channels, self.metrics)
+        keeping = Keeping(
+            self.conversations, self.identities, self.responses, admission, self._state
+        )
+        prefill = PrefillLeg(self._legs, self.prefill, admission, self.metrics)
+        return Turns(
+            prefill,
+            DecodeLeg(self._legs, self.decode, prefill, keeping, self.metrics),
+            self.decode,
+            self.conversations,
+            self.metrics,
+            self.access,
+            self.identities,
+            self.responses,
+            recall,
+            self._state,
+        )
 
     def _fail(self) -> None:
         """End as at SIGTERM, and not as if all were well."""

@@ -35,8 +35,9 @@ class Progress:
         """The node has answered, whole."""
         self._spans.leg_ends(status)
 
-    def leg_failed(self, kind: str) -> None:
+    def leg_failed(self, leg: str, node: Node, kind: str) -> None:
         """The node has not answered, or not to the end, or with a fault of its own."""
+        self._metrics.failure(leg, node.name, kind)
         self._spans.leg_failed(kind)
 
     def prefilled(self) -> float:
