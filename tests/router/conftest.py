@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from aiohttp.test_utils import TestServer
 from vllm.bidir.router.app import Router, make_app
-from vllm.bidir.router.node_options import NodeOptions
+from vllm.bidir.router.nodes.options import NodeOptions
 from vllm.bidir.router.options import Address, RouterOptions
 from vllm.bidir.router.server import Runner
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from vllm.bidir.router.errors import error_body
+from vllm.bidir.router.clients.errors import error_body
 from vllm.bidir.router.options import Address
 
 from tests.router.fake_leases import FakeLeases

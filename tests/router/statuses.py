@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from vllm.bidir.router import status_page
-from vllm.bidir.router.last_errors import LastError
-from vllm.bidir.router.status import NodeStatus, PoolStatus, Status, Turns
+from vllm.bidir.router.status import page as status_page
+from vllm.bidir.router.status.status import NodeStatus, PoolStatus, Status, Turns
+from vllm.bidir.router.telemetry.last_errors import LastError
 
 NOW = 1_780_000_000.0
 

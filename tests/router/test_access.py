@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from vllm.bidir.router.app import Router
-from vllm.bidir.router.security import Security, key_digest
+from vllm.bidir.router.clients.security import Security, key_digest
 
 from tests.router.conftest import BODY, JSON, MakeSetup, RouterServer, Setup, another_router
 from tests.router.fake_engine import FakeEngine
@@ -230,7 +230,7 @@ async def test_a_refusal_says_when_to_try_again(setup: Setup, leg: str) -> None:
 async def test_a_fault_of_the_router_is_a_500_in_openais_shape(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm.bidir.router.turns.parse_request", lambda *args: 1 / 0)
+    monkeypatch.setattr("vllm.bidir.router.turns.turns.parse_request", lambda *args: 1 / 0)
     status, body = await setup.ask()
     assert status == 500 and json.loads(body)["error"]["type"] == "server_error"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from vllm.bidir.router.address import Address, parse_address
+from vllm.bidir.router.nodes.address import Address, parse_address
 from yarl import URL
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 from vllm.bidir.router import side_calls
-from vllm.bidir.router.responses import Responses, ResponsesFilter, Said, said_in
-from vllm.bidir.router.security import Security, key_digest
+from vllm.bidir.router.clients.security import Security, key_digest
+from vllm.bidir.router.turns.responses import Responses, ResponsesFilter, Said, said_in
 
 from tests.router.conftest import MakeSetup, Setup, until
 from tests.router.fake_apis import (
@@ -159,7 +159,7 @@ async def test_a_model_is_optional_for_responses_only(apis: Setup) -> None:
 
 def kept(store: Responses, name: str, text: str, previous: str | None = None) -> bool:
     """Store one; False if what it continues is not known."""
-    from vllm.bidir.router.request import parse_request
+    from vllm.bidir.router.turns.request import parse_request
 
     body = {"input": text, "previous_response_id": previous}
     request, asked = store.expand("", parse_request(RESPONSES, json.dumps(body).encode()))
@@ -228,7 +228,7 @@ def test_an_answer_that_says_nothing_usable_is_not_kept(whole: bytes) -> None:
 @pytest.mark.parametrize("output_items", [b"7", b'"x"', b"{}", b"null"])
 def test_an_output_that_is_no_list_is_harmless(output_items: bytes) -> None:
     import msgspec
-    from vllm.bidir.router.responses import Asked
+    from vllm.bidir.router.turns.responses import Asked
 
     store = Responses(9999, 1 << 20)
     store.keep(Asked("", None, b"1"), Said("a", msgspec.Raw(output_items)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from vllm.bidir.router.background import Background
+from vllm.bidir.router.process.background import Background
 
 
 async def for_ever() -> None:

@@ -7,8 +7,8 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.bidir.router import beginning
-from vllm.bidir.router.beginning import Beginning, Failed
+from vllm.bidir.router.turns import beginning
+from vllm.bidir.router.turns.beginning import Beginning, Failed
 
 from tests.router.fake_apis import messages_stream, responses_stream
 from tests.router.fake_engine import event

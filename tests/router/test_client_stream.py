@@ -12,8 +12,8 @@ from typing import Any, cast
 import pytest
 from aiohttp import HttpVersion, HttpVersion10, HttpVersion11, web
 from aiohttp.test_utils import TestClient, TestServer
-from vllm.bidir.router.client_stream import ClientGoneError, ClientStream
-from vllm.bidir.router.runtime import new_event_loop
+from vllm.bidir.router.clients.stream import ClientGoneError, ClientStream
+from vllm.bidir.router.process.runtime import new_event_loop
 
 # More than a socket's buffers and the connection's own hold.
 MANY = 4000

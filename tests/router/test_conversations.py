@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.bidir.reasons import Reason
-from vllm.bidir.router.conversations import Bounds, Conversations, conversation_key
-from vllm.bidir.router.leases import Ended, Leases
-from vllm.bidir.router.metrics import Metrics
-from vllm.bidir.router.record import KeptTurn
+from vllm.bidir.router.conversations.conversations import Bounds, Conversations, conversation_key
+from vllm.bidir.router.conversations.leases import Ended, Leases
+from vllm.bidir.router.conversations.record import KeptTurn
+from vllm.bidir.router.telemetry.metrics import Metrics
 
 from tests.router.fake_leases import lease_id
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from vllm.bidir.router import discovery
-from vllm.bidir.router.address import Address, parse_address
-from vllm.bidir.router.discovery import NodeList, read_node_list
+from vllm.bidir.router.clients.security import Security
+from vllm.bidir.router.nodes import discovery
+from vllm.bidir.router.nodes.address import Address, parse_address
+from vllm.bidir.router.nodes.discovery import NodeList, read_node_list
 from vllm.bidir.router.options import RouterOptions, parse
-from vllm.bidir.router.security import Security
 
 from tests.router.conftest import MakeSetup, Setup, until
 from tests.router.fake_engine import FakeEngine, event

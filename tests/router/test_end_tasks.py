@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from vllm.bidir.router.end_tasks import end_tasks
+from vllm.bidir.router.process.end_tasks import end_tasks
 
 
 async def test_a_cancellation_that_is_lost_is_repeated() -> None:

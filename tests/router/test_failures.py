@@ -11,9 +11,9 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from vllm.bidir.router import while_up
-from vllm.bidir.router.reply import Reply
-from vllm.bidir.router.sockets import node_socket
+from vllm.bidir.router.nodes import while_up
+from vllm.bidir.router.nodes.reply import Reply
+from vllm.bidir.router.nodes.sockets import node_socket
 
 from tests.router.conftest import BODY, MakeSetup, Setup, until
 from tests.router.fake_apis import named

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from vllm.bidir.router.health import Health, HealthRules
+from vllm.bidir.router.nodes.health import Health, HealthRules
 
 
 class Clock:

@@ -8,7 +8,7 @@ import json
 from contextlib import suppress
 
 import pytest
-from vllm.bidir.router.security import Security
+from vllm.bidir.router.clients.security import Security
 
 from tests.router.conftest import BODY, JSON, MakeSetup, Setup
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from vllm.bidir.router.in_time import in_time
+from vllm.bidir.router.process.in_time import in_time
 
 
 async def test_what_comes_in_time_is_given_on_and_so_are_errors() -> None:

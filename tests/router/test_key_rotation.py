@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from vllm.bidir.router import key_rotation
+from vllm.bidir.router.clients import key_rotation
+from vllm.bidir.router.clients.security import key_digest
 from vllm.bidir.router.options import parse
-from vllm.bidir.router.security import key_digest
 
 from tests.router.conftest import MakeSetup, Setup, until
 

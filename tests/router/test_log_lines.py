@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm.bidir.router.log_lines import Lines, LogLines, TurnLog
+from vllm.bidir.router.telemetry.log_lines import Lines, LogLines, TurnLog
 
 # What is to be written has been by then.
 LONG_S = 0.2
@@ -144,7 +144,7 @@ async def test_what_a_turn_says_is_a_line_like_any_other_and_in_its_place(
 def test_the_end_of_the_process_loses_no_line() -> None:
     ends = (
         "import asyncio, logging, sys\n"
-        "from vllm.bidir.router.log_lines import LogLines\n"
+        "from vllm.bidir.router.telemetry.log_lines import LogLines\n"
         "logging.basicConfig(handlers=[LogLines(sys.stderr)], level=logging.INFO)\n"
         "async def main():\n"
         "    logging.info('the last')\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from vllm.bidir.router.loops import Loops
+from vllm.bidir.router.process.loops import Loops
 
 
 async def test_what_one_loop_fails_with_is_raised_and_the_others_end() -> None:

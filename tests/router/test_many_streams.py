@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from vllm.bidir.router import runtime
+from vllm.bidir.router.process import runtime
 
 from tests.router.conftest import until
 from tests.router.fake_engine import P_PARAMS, d_params, event

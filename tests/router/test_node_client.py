@@ -11,11 +11,11 @@ from contextlib import asynccontextmanager, closing
 from typing import Any
 
 import pytest
-from vllm.bidir.router.address import Address
-from vllm.bidir.router.names import Names
-from vllm.bidir.router.node_client import NodeClient
-from vllm.bidir.router.node_connection import NodeConnection
-from vllm.bidir.router.reply import AnswerError
+from vllm.bidir.router.nodes.address import Address
+from vllm.bidir.router.nodes.client import NodeClient
+from vllm.bidir.router.nodes.connection import NodeConnection
+from vllm.bidir.router.nodes.names import Names
+from vllm.bidir.router.nodes.reply import AnswerError
 
 OK = b"HTTP/1.1 200 OK\r\n"
 SIZED = OK + b"content-length: 5\r\n\r\nhello"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from vllm.bidir.router import checks
+from vllm.bidir.router.nodes import checks
 from vllm.bidir.router.options import Address
 
 from tests.router.conftest import MakeSetup, Setup, until

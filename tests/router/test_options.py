@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from vllm.bidir.router.clients.security import CLIENT_KEYS_VARIABLE, key_digest
 from vllm.bidir.router.options import API_KEY_VARIABLE, Address, RouterOptions, parse, parser
-from vllm.bidir.router.security import CLIENT_KEYS_VARIABLE, key_digest
-from vllm.bidir.router.state_options import STATE_VARIABLE
+from vllm.bidir.router.state.options import STATE_VARIABLE
 
 from tests.router.options_page import PAGE, with_options
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from vllm.bidir.router.address import Address
-from vllm.bidir.router.health import Health, HealthRules
-from vllm.bidir.router.nodes import Node
+from vllm.bidir.router.nodes.address import Address
+from vllm.bidir.router.nodes.health import Health, HealthRules
+from vllm.bidir.router.nodes.node import Node
+from vllm.bidir.router.nodes.policies import DECODE, PREFILL, Ask, Policy, pick
 from vllm.bidir.router.options import RouterOptions, parse
-from vllm.bidir.router.policies import DECODE, PREFILL, Ask, Policy, pick
 
 from tests.router.conftest import MakeSetup, until
 

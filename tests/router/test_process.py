@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from vllm.bidir.router.runtime import new_event_loop
+from vllm.bidir.router.process.runtime import new_event_loop
 
 from tests.router.conftest import BODY
 from tests.router.fake_engine import FakeEngine, as_client_sees, d_params, event
@@ -28,7 +28,8 @@ OVERLAY = Path(__file__).resolve().parents[2] / "overlay"
 WITHOUT = "import sys; sys.modules['uvloop'] = None\n"
 # A fault of the router, as soon as a turn is under way.
 FAILS = """
-from vllm.bidir.router import discovery, legs
+from vllm.bidir.router.nodes import discovery
+from vllm.bidir.router.turns import legs
 discovery.LOOK_S = 0.02
 prefill = legs.Legs.prefill
 async def and_then_fails(*given):
@@ -186,7 +187,7 @@ def test_uvloop_is_what_it_runs_on_where_it_is_installed() -> None:
 FREE = """
 import sys
 if sys.argv[1] == "returns":
-    from vllm.bidir.router.runtime import return_memory
+    from vllm.bidir.router.process.runtime import return_memory
     assert return_memory()
 largest = b"x" * (16 << 20)
 del largest

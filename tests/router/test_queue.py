@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from vllm.bidir.router.address import Address
-from vllm.bidir.router.health import HealthRules
-from vllm.bidir.router.metrics import Metrics
-from vllm.bidir.router.policies import Ask, Policy
-from vllm.bidir.router.pool import Limits, Pool
+from vllm.bidir.router.nodes.address import Address
+from vllm.bidir.router.nodes.health import HealthRules
+from vllm.bidir.router.nodes.policies import Ask, Policy
+from vllm.bidir.router.nodes.pool import Limits, Pool
+from vllm.bidir.router.telemetry.metrics import Metrics
 
 from tests.router.conftest import BODY, MakeSetup, Setup, until
 from tests.router.fake_engine import FakeEngine

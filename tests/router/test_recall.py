@@ -124,7 +124,7 @@ async def test_an_answer_that_is_of_no_use_is_a_miss(
 async def test_a_d_that_does_not_answer_costs_a_second(
     make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm.bidir.router.recall._LIMIT_S", 0.05)
+    monkeypatch.setattr("vllm.bidir.router.turns.recall._LIMIT_S", 0.05)
     setup = await small(make_setup)
     await setup.ask(conversation_id="c")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from vllm.bidir.router.legs import read_back
-from vllm.bidir.router.record import KeptTurn, Records
+from vllm.bidir.router.conversations.record import KeptTurn, Records
+from vllm.bidir.router.turns.legs import read_back
 
 LEASE = "d3-" + "0123456789abcdef" * 2
 

@@ -12,7 +12,7 @@ import anthropic
 import openai
 import pytest
 from aiohttp import web
-from vllm.bidir.router.security import Security, key_digest
+from vllm.bidir.router.clients.security import Security, key_digest
 
 from tests.router.conftest import MakeSetup, Setup
 from tests.router.fake_apis import named, speak_all

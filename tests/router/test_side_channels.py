@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from vllm.bidir.router.address import Address
-from vllm.bidir.router.health import Health, HealthRules
-from vllm.bidir.router.nodes import Node
-from vllm.bidir.router.security import Security
-from vllm.bidir.router.side_channels import SideChannel, SideChannels, parse_side_channel
+from vllm.bidir.router.clients.security import Security
+from vllm.bidir.router.nodes.address import Address
+from vllm.bidir.router.nodes.health import Health, HealthRules
+from vllm.bidir.router.nodes.node import Node
+from vllm.bidir.router.nodes.side_channels import SideChannel, SideChannels, parse_side_channel
 
 from tests.router.conftest import BODY, MakeSetup, Setup, another_router
 from tests.router.fake_engine import P_PARAMS, FakeEngine, d_params

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from vllm.bidir.router.state_options import StateOptions
+from vllm.bidir.router.state.options import StateOptions
 
 from tests.router.conftest import MakeSetup, Setup, another_router, until
 from tests.router.fake_apis import speak_all

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.bidir.reasons import Reason
-from vllm.bidir.router.metrics import Metrics
-from vllm.bidir.router.redis_link import RedisLink
-from vllm.bidir.router.shared_wire import (
+from vllm.bidir.router.state.options import StateOptions
+from vllm.bidir.router.state.redis_link import RedisLink
+from vllm.bidir.router.state.wire import (
     NotOursError,
     WireResponse,
     WireTurn,
@@ -27,7 +27,7 @@ from vllm.bidir.router.shared_wire import (
     read_response,
     read_turn,
 )
-from vllm.bidir.router.state_options import StateOptions
+from vllm.bidir.router.telemetry.metrics import Metrics
 
 from tests.router.conftest import MakeSetup, Setup, another_router, until
 from tests.router.fake_apis import speak_all
@@ -50,8 +50,8 @@ async def redis(unused_tcp_port: int) -> AsyncIterator[RedisServer]:
 
 @pytest.fixture(autouse=True)
 def soon_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm.bidir.router.redis_link._FIRST_PAUSE_S", 0.1)
-    monkeypatch.setattr("vllm.bidir.router.redis_link._LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr("vllm.bidir.router.state.redis_link._FIRST_PAUSE_S", 0.1)
+    monkeypatch.setattr("vllm.bidir.router.state.redis_link._LONGEST_PAUSE_S", 0.1)
 
 
 async def before(make_setup: MakeSetup, url: str, **options: Any) -> Setup:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from vllm.bidir.router import status_page
-from vllm.bidir.router.security import Security, key_digest
+from vllm.bidir.router.clients.security import Security, key_digest
+from vllm.bidir.router.status import page as status_page
 
 from tests.router.chromium import BINARY, chromium
 from tests.router.conftest import MakeSetup, Setup

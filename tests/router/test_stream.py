@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.bidir.router.stream import StreamFilter, find_params, take_params
+from vllm.bidir.router.turns.stream import StreamFilter, find_params, take_params
 
 from tests.router.conftest import Setup
 from tests.router.fake_engine import as_client_sees, d_params, event, stream_of
@@ -131,6 +131,6 @@ def test_params_are_found_where_they_are_taken(
 
 
 def test_a_line_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm.bidir.router.stream._MAX_LINE", 100)
+    monkeypatch.setattr("vllm.bidir.router.turns.stream._MAX_LINE", 100)
     with pytest.raises(ValueError, match="exceeds 100 bytes"):
         StreamFilter().feed(b"x" * 101)

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
-from vllm.bidir.router import trace_options
+from vllm.bidir.router.clients.security import Security, key_digest
 from vllm.bidir.router.options import parse
-from vllm.bidir.router.security import Security, key_digest
+from vllm.bidir.router.telemetry import trace_options
 
 from tests.router.conftest import MakeSetup, Setup, until
 from tests.router.fake_engine import P_PARAMS, event
@@ -392,7 +392,7 @@ async def test_a_collector_that_comes_back_is_named_as_well(
     make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-    from vllm.bidir.router.tracing import ExporterLog, QuietExporter
+    from vllm.bidir.router.telemetry.tracing import ExporterLog, QuietExporter
 
     results = iter([False, False, True, True, False])
 

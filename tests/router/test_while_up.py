@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from vllm.bidir.router import while_up
-from vllm.bidir.router.address import Address
-from vllm.bidir.router.health import Health, HealthRules
-from vllm.bidir.router.names import Names
-from vllm.bidir.router.node_client import NodeClient
-from vllm.bidir.router.node_connection import NodeConnection
-from vllm.bidir.router.nodes import Node
-from vllm.bidir.router.reply import Reply
-from vllm.bidir.router.while_up import NodeDownError, give_up
+from vllm.bidir.router.nodes import while_up
+from vllm.bidir.router.nodes.address import Address
+from vllm.bidir.router.nodes.client import NodeClient
+from vllm.bidir.router.nodes.connection import NodeConnection
+from vllm.bidir.router.nodes.health import Health, HealthRules
+from vllm.bidir.router.nodes.names import Names
+from vllm.bidir.router.nodes.node import Node
+from vllm.bidir.router.nodes.reply import Reply
+from vllm.bidir.router.nodes.while_up import NodeDownError, give_up
 
 from tests.router.conftest import until
 

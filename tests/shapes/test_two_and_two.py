@@ -15,7 +15,7 @@ from threading import Event
 
 import httpx
 import pytest
-from vllm.bidir.router.beginning import Beginning
+from vllm.bidir.router.turns.beginning import Beginning
 
 from tests.e2e.conftest import compared, model_folder, report
 from tests.e2e.oracle import CHAT, IDS, Compared, Kind, compare

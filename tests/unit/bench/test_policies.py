@@ -79,7 +79,7 @@ class Four:
 
 
 def test_the_pairs_are_what_the_router_knows() -> None:
-    from vllm.bidir.router import policies
+    from vllm.bidir.router.nodes import policies
 
     assert list(policies.DECODE) == list(DECODE) and list(policies.PREFILL) == list(PREFILL)
     assert len(PAIRS) == 9 and pairs_of(",".join(DECODE), ",".join(PREFILL)) == PAIRS

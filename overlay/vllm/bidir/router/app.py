@@ -12,42 +12,45 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from vllm.bidir.router import openapi, policies, status_page, trace_options
-from vllm.bidir.router.access import Access
-from vllm.bidir.router.admission import Admission
-from vllm.bidir.router.background import Background
-from vllm.bidir.router.certificate import ServerCertificate
-from vllm.bidir.router.checks import HealthChecks
-from vllm.bidir.router.conversations import Bounds, Conversations, conversation_key
-from vllm.bidir.router.decode_leg import DecodeLeg
-from vllm.bidir.router.discovery import Discovery, NodeList
-from vllm.bidir.router.draining import Draining
-from vllm.bidir.router.errors import ClientError
-from vllm.bidir.router.headers import LOGGED, NAMED, REQUEST_ID, request_id
-from vllm.bidir.router.heartbeat import Heartbeat
-from vllm.bidir.router.identity import Identities
-from vllm.bidir.router.keeping import Keeping
-from vllm.bidir.router.key_rotation import KeyRotation
-from vllm.bidir.router.keys import Keys
-from vllm.bidir.router.leases import Ended, Leases
-from vllm.bidir.router.legs import Legs
-from vllm.bidir.router.metrics import Metrics
-from vllm.bidir.router.node_client import NodeClient
-from vllm.bidir.router.node_metrics import NodeGauges
+from vllm.bidir.router import openapi
+from vllm.bidir.router.clients.access import Access
+from vllm.bidir.router.clients.certificate import ServerCertificate
+from vllm.bidir.router.clients.draining import Draining
+from vllm.bidir.router.clients.errors import ClientError
+from vllm.bidir.router.clients.headers import LOGGED, NAMED, REQUEST_ID, request_id
+from vllm.bidir.router.clients.key_rotation import KeyRotation
+from vllm.bidir.router.clients.keys import Keys
+from vllm.bidir.router.conversations.conversations import Bounds, Conversations, conversation_key
+from vllm.bidir.router.conversations.heartbeat import Heartbeat
+from vllm.bidir.router.conversations.identity import Identities
+from vllm.bidir.router.conversations.leases import Ended, Leases
+from vllm.bidir.router.nodes import policies
+from vllm.bidir.router.nodes.checks import HealthChecks
+from vllm.bidir.router.nodes.client import NodeClient
+from vllm.bidir.router.nodes.discovery import Discovery, NodeList
+from vllm.bidir.router.nodes.gauges import NodeGauges
+from vllm.bidir.router.nodes.pool import Pool
+from vllm.bidir.router.nodes.side_channels import SideChannels
 from vllm.bidir.router.options import RouterOptions
-from vllm.bidir.router.pool import Pool
-from vllm.bidir.router.prefill_leg import PrefillLeg
-from vllm.bidir.router.recall import Recall
-from vllm.bidir.router.redis_link import RedisLink
-from vllm.bidir.router.request import APIS
-from vllm.bidir.router.responses import Responses
-from vllm.bidir.router.shared import Shared
-from vllm.bidir.router.shared_lines import SharedLines
+from vllm.bidir.router.process.background import Background
 from vllm.bidir.router.side_calls import GET, POST, SideCalls
-from vllm.bidir.router.side_channels import SideChannels
-from vllm.bidir.router.state import Alone, State
-from vllm.bidir.router.status import Sources, version
-from vllm.bidir.router.turns import Turns
+from vllm.bidir.router.state.lines import SharedLines
+from vllm.bidir.router.state.redis_link import RedisLink
+from vllm.bidir.router.state.shared import Shared
+from vllm.bidir.router.state.state import Alone, State
+from vllm.bidir.router.status import page as status_page
+from vllm.bidir.router.status.status import Sources, version
+from vllm.bidir.router.telemetry import trace_options
+from vllm.bidir.router.telemetry.metrics import Metrics
+from vllm.bidir.router.turns.admission import Admission
+from vllm.bidir.router.turns.decode_leg import DecodeLeg
+from vllm.bidir.router.turns.keeping import Keeping
+from vllm.bidir.router.turns.legs import Legs
+from vllm.bidir.router.turns.prefill_leg import PrefillLeg
+from vllm.bidir.router.turns.recall import Recall
+from vllm.bidir.router.turns.request import APIS
+from vllm.bidir.router.turns.responses import Responses
+from vllm.bidir.router.turns.turns import Turns
 
 logger = logging.getLogger("vllm_bidir_router")
 

@@ -8,17 +8,17 @@ import sys
 from collections.abc import Sequence
 
 from vllm.bidir.router.app import Router
-from vllm.bidir.router.log_lines import Lines, LogLines
 from vllm.bidir.router.options import RouterOptions, parse
-from vllm.bidir.router.runtime import (
+from vllm.bidir.router.process.runtime import (
     calm_garbage_collector,
     open_many_files,
     return_memory,
     run,
 )
 from vllm.bidir.router.server import serve
-from vllm.bidir.router.trace_options import TracingError
-from vllm.bidir.router.turn import said
+from vllm.bidir.router.telemetry.log_lines import Lines, LogLines
+from vllm.bidir.router.telemetry.trace_options import TracingError
+from vllm.bidir.router.turns.turn import said
 
 logger = logging.getLogger("vllm_bidir_router")
 

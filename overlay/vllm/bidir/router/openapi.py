@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from vllm.bidir.router.access import TENANT_HEADER
-from vllm.bidir.router.client_params import REFUSED
-from vllm.bidir.router.headers import REQUEST_ID
-from vllm.bidir.router.request import END_HEADER, MAX_ID
-from vllm.bidir.router.reuse import HEADER as REUSE_HEADER
-from vllm.bidir.router.status import Status
+from vllm.bidir.router.clients.access import TENANT_HEADER
+from vllm.bidir.router.clients.headers import REQUEST_ID
+from vllm.bidir.router.status.status import Status
+from vllm.bidir.router.turns.client_params import REFUSED
+from vllm.bidir.router.turns.request import END_HEADER, MAX_ID
+from vllm.bidir.router.turns.reuse import HEADER as REUSE_HEADER
 
 Json = dict[str, Any]
 

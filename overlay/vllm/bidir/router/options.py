@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from vllm.bidir.router import security, trace_options
-from vllm.bidir.router.address import Address as Address
-from vllm.bidir.router.keys import engine_key, given_keys
-from vllm.bidir.router.node_options import NodeOptions, add_node_arguments, node_options
-from vllm.bidir.router.security import Security
-from vllm.bidir.router.state_options import StateOptions, add_state_arguments, state_options
+from vllm.bidir.router.clients import security
+from vllm.bidir.router.clients.keys import engine_key, given_keys
+from vllm.bidir.router.clients.security import Security
+from vllm.bidir.router.nodes.address import Address as Address
+from vllm.bidir.router.nodes.options import NodeOptions, add_node_arguments, node_options
+from vllm.bidir.router.state.options import StateOptions, add_state_arguments, state_options
+from vllm.bidir.router.telemetry import trace_options
 
 API_KEY_VARIABLE = "VLLM_BIDIR_ENGINE_API_KEY"
 

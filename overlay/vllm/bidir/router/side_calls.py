@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from aiohttp import web
-from vllm.bidir.router.access import Access
-from vllm.bidir.router.body import read_body
-from vllm.bidir.router.client_params import refuse_params
-from vllm.bidir.router.errors import ClientError
-from vllm.bidir.router.headers import NAMED, REQUEST_ID, to_engine
-from vllm.bidir.router.in_time import in_time
-from vllm.bidir.router.legs import Legs, Unreachable
-from vllm.bidir.router.nodes import Node
+from vllm.bidir.router.clients.access import Access
+from vllm.bidir.router.clients.body import read_body
+from vllm.bidir.router.clients.errors import ClientError
+from vllm.bidir.router.clients.headers import NAMED, REQUEST_ID, to_engine
+from vllm.bidir.router.nodes.node import Node
+from vllm.bidir.router.process.in_time import in_time
+from vllm.bidir.router.turns.client_params import refuse_params
+from vllm.bidir.router.turns.legs import Legs, Unreachable
 
 GET = ("/v1/models",)
 POST = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")

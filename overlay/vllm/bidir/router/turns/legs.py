@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two legs of a turn as HTTP calls: the prefill on P, the decode on D."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping
+from contextlib import closing
+from typing import Any
+
+import msgspec
+from vllm.bidir.reasons import Reason
+from vllm.bidir.router.clients.headers import to_client
+from vllm.bidir.router.nodes.client import NodeClient
+from vllm.bidir.router.nodes.node import Node
+from vllm.bidir.router.nodes.reply import Reply
+from vllm.bidir.router.process.in_time import in_time
+from vllm.bidir.router.turns.beginning import AbortedError, whole_failure
+from vllm.bidir.router.turns.request import TurnRequest
+from vllm.bidir.router.turns.reuse import prompt_tokens
+from vllm.bidir.router.turns.stream import find_params
+
+# What P is told when there is nothing to read back: keep your blocks for a decode node.
+FIRST_TURN = msgspec.Raw(
+    msgspec.json.encode(
+        {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        }
+    )
+)
+
+Unreachable = (asyncio.TimeoutError, OSError)
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """A whole answer of a node, for the client as it is."""
+
+    status: int
+    content_type: str
+    body: bytes
+    headers: Mapping[str, str] = {}
+
+    @classmethod
+    def of(cls, reply: Reply, body: bytes) -> Answer:
+        """A reply whose body has been read."""
+        return cls(reply.status, reply.content_type, body, to_client(reply.headers))
+
+
+class PrefillDone(msgspec.Struct, frozen=True):
+    """P has the prompt's KV. `params` tell D where, as P says it; None if P is no NIXL node.
+
+    `prompt_tokens` long was the prompt, `cached_tokens` of them it had not to compute; None if it
+    does not say.
+    """
+
+    params: dict[str, Any] | None
+    cached_tokens: int | None = None
+    prompt_tokens: int | None = None
+
+
+class Legs:
+    """HTTP calls to nodes over one shared client."""
+
+    def __init__(self, client: NodeClient) -> None:
+        self._client = client
+
+    async def prefill(
+        self, node: Node, request: TurnRequest, params: msgspec.Raw, headers: dict[str, str]
+    ) -> PrefillDone | Answer:
+        """Run the prefill leg on one node. An Answer is its refusal; Unreachable may be
+        raised, for one that P has aborted, too."""
+        body = request.prefill_body(params)
+        asking = self._client.request(node.address, "POST", request.path, headers, body, node=node)
+        answer = await _whole(asking)
+        if answer.status != 200:
+            return answer
+        if whole_failure(answer.body, request.path) is not None:
+            raise AbortedError
+        prompt, cached = prompt_tokens(answer.body)
+        return PrefillDone(find_params(answer.body), cached, prompt)
+
+    async def decode(
+        self,
+        node: Node,
+        request: TurnRequest,
+        params: dict[str, Any] | None,
+        headers: dict[str, str],
+    ) -> Reply:
+        """D's answer to the client's own request; closing it ends the request on D as well."""
+        raw = None if params is None else msgspec.Raw(msgspec.json.encode(params))
+        body = request.decode_body(raw)
+        return await self._client.request(
+            node.address, "POST", request.path, headers, body, node=node
+        )
+
+    async def ask(
+        self, node: Node, method: str, path: str, headers: dict[str, str], body: bytes = b""
+    ) -> Answer:
+        """A call beside the legs, for as long as the node is up; Unreachable."""
+        return await _whole(
+            self._client.request(node.address, method, path, headers, body, node=node)
+        )
+
+    async def get(self, node: Node, path: str, headers: dict[str, str]) -> Answer:
+        """A plain GET, such as /v1/models or /health, however long it takes."""
+        return await _whole(self._client.request(node.address, "GET", path, headers))
+
+    async def post(
+        self, node: Node, path: str, body: bytes, headers: dict[str, str], timeout_s: float
+    ) -> Answer:
+        """A call beside the legs, answered whole within `timeout_s`."""
+        asking = self._client.request(node.address, "POST", path, headers, body)
+        return await in_time(_whole(asking), timeout_s)
+
+
+async def _whole(asking: Awaitable[Reply]) -> Answer:
+    with closing(await asking) as reply:
+        return Answer.of(reply, await reply.read())
+
+
+class _Orders(msgspec.Struct):
+    """What params say that is to be done with them."""
+
+    do_remote_decode: Any = None
+    do_remote_prefill: Any = None
+
+
+_ORDERS = msgspec.json.Decoder(_Orders)
+
+
+def read_back(encoded: bytes) -> msgspec.Raw:
+    """D's params of the last turn as P takes them: read there, then keep yours for D.
+
+    `encoded` is a JSON object. D's own say that already, and stay as they are: block ids of a long
+    history are many.
+    """
+    orders = _ORDERS.decode(encoded)
+    if orders.do_remote_decode is not True or orders.do_remote_prefill is not False:
+        params = msgspec.json.decode(encoded)
+        params |= {"do_remote_decode": True, "do_remote_prefill": False}
+        encoded = msgspec.json.encode(params)
+    return msgspec.Raw(encoded)
+
+
+def holds_blocks(params: dict[str, Any] | None) -> bool:
+    """Whether D's params name any blocks; D may have freed them at once."""
+    blocks = None if params is None else params.get("remote_block_ids")
+    return isinstance(blocks, list) and any(blocks)
+
+
+def why_nothing(params: dict[str, Any] | None) -> Reason:
+    """Why D kept nothing of a turn, in its own word if it gives one."""
+    word = None if params is None else params.get("reason")
+    try:
+        return Reason(word)
+    except ValueError:
+        return Reason.NO_PARAMS
