@@ -159,7 +159,7 @@ async def test_a_model_is_optional_for_responses_only(apis: Setup) -> None:
 
 def kept(store: Responses, name: str, text: str, previous: str | None = None) -> bool:
     """Store one; False if what it continues is not known."""
-    from vllm.bidir.router.turns.request import parse_request
+    from vllm.bidir.router.clients.request import parse_request
 
     body = {"input": text, "previous_response_id": previous}
     request, asked = store.expand("", parse_request(RESPONSES, json.dumps(body).encode()))

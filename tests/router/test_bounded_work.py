@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.bidir.reasons import Reason
+from vllm.bidir.router.clients import client_params, parts
+from vllm.bidir.router.clients.client_params import REFUSED, refuse_params
 from vllm.bidir.router.clients.errors import ClientError
+from vllm.bidir.router.clients.request import parse_request
 from vllm.bidir.router.conversations import identity
 from vllm.bidir.router.conversations.conversations import conversation_key
 from vllm.bidir.router.conversations.identity import Identities, trace
-from vllm.bidir.router.turns import client_params, parts
-from vllm.bidir.router.turns.client_params import REFUSED, refuse_params
-from vllm.bidir.router.turns.request import parse_request
 from vllm.bidir.router.turns.responses import Responses
 from vllm.bidir.router.turns.stream import StreamFilter, take_params
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from vllm.bidir.router.clients.request import parse_request
 from vllm.bidir.router.conversations.identity import CONVERSATION_HEADERS, Identities, Place
-from vllm.bidir.router.turns.request import parse_request
 
 from tests.router.conftest import MakeSetup, Setup
 from tests.router.fake_engine import FakeEngine

@@ -6,11 +6,11 @@ import time
 from dataclasses import dataclass
 
 import pytest
+from vllm.bidir.router.clients.request import TurnRequest, parse_request
 from vllm.bidir.router.conversations.conversations import Bounds, Conversations
 from vllm.bidir.router.conversations.identity import Identities
 from vllm.bidir.router.conversations.leases import Leases
 from vllm.bidir.router.telemetry.metrics import Metrics
-from vllm.bidir.router.turns.request import TurnRequest, parse_request
 
 from tests.router.conftest import MakeSetup, until
 from tests.router.fake_engine import d_params

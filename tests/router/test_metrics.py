@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from vllm.bidir.router.clients.reuse import prompt_tokens
 from vllm.bidir.router.telemetry.last_errors import MOST_KINDS, LastErrors
 from vllm.bidir.router.telemetry.last_minutes import MINUTES, LastMinutes
-from vllm.bidir.router.turns.reuse import prompt_tokens
 
 from tests.router.conftest import MakeSetup, Setup, until
 from tests.router.fake_engine import P_PARAMS, event

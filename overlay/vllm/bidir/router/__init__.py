@@ -4,7 +4,7 @@
 One turn, and where each step is decided:
 
 1. who asks, and what is taken of the request                    `clients`
-2. what it asks, and what cannot go through P and D              `turns.request`, `.client_params`
+2. what it asks, and what cannot go through P and D              `clients.request`, `.client_params`
 3. which conversation it belongs to                              `conversations.identity`
 4. a D, sticky to where the KV is, and a P                       `nodes.pool`, `nodes.policies`
 5. prefill leg: P reads back what D kept, computes the rest      `turns.prefill_leg`

@@ -20,11 +20,13 @@ from vllm.bidir.router.clients.errors import ClientError
 from vllm.bidir.router.clients.headers import LOGGED, NAMED, REQUEST_ID, request_id
 from vllm.bidir.router.clients.key_rotation import KeyRotation
 from vllm.bidir.router.clients.keys import Keys
+from vllm.bidir.router.clients.request import APIS
 from vllm.bidir.router.conversations.conversations import Bounds, Conversations, conversation_key
 from vllm.bidir.router.conversations.heartbeat import Heartbeat
 from vllm.bidir.router.conversations.identity import Identities
 from vllm.bidir.router.conversations.leases import Ended, Leases
 from vllm.bidir.router.nodes import policies
+from vllm.bidir.router.nodes.calls import Calls
 from vllm.bidir.router.nodes.checks import HealthChecks
 from vllm.bidir.router.nodes.client import NodeClient
 from vllm.bidir.router.nodes.discovery import Discovery, NodeList
@@ -48,7 +50,6 @@ from vllm.bidir.router.turns.keeping import Keeping
 from vllm.bidir.router.turns.legs import Legs
 from vllm.bidir.router.turns.prefill_leg import PrefillLeg
 from vllm.bidir.router.turns.recall import Recall
-from vllm.bidir.router.turns.request import APIS
 from vllm.bidir.router.turns.responses import Responses
 from vllm.bidir.router.turns.turns import Turns
 
@@ -121,7 +122,7 @@ class Router:
         )
         self.failed = False
         self.tracing = trace_options.start(options.otlp_traces_endpoint, version())
-        self._legs: Legs | None = None
+        self._calls: Calls | None = None
         self._turns: Turns | None = None
         self._state: State = Alone()
         self._link: RedisLink | None = None
@@ -130,21 +131,21 @@ class Router:
         """Open the client, watch nodes come up, renew leases; end it all at the end."""
         tls = self.options.security.engine_context()
         with closing(NodeClient(self.options.connect_timeout, tls)) as client:
-            self._legs = Legs(client)
+            self._calls = Calls(client)
             side_channels = SideChannels(self.options.security.side_channels)
             for pool in (self.prefill, self.decode):
                 pool.watch(side_channels)
             await self._open_state(side_channels)
             recall = Recall(
-                self._legs,
+                self._calls,
                 self.decode.named,
                 side_channels,
                 self.metrics,
                 self.keys,
             )
-            self._turns = self._make_turns(side_channels, recall)
+            self._turns = self._make_turns(Legs(client), side_channels, recall)
             heartbeat = Heartbeat(
-                self._legs,
+                self._calls,
                 self.conversations,
                 self.leases,
                 self.metrics,
@@ -154,7 +155,7 @@ class Router:
             self.decode.watch(heartbeat)
             await self.discovery.start()
             checks = HealthChecks(
-                self._legs, (self.prefill, self.decode), self.options.nodes.health_interval
+                self._calls, (self.prefill, self.decode), self.options.nodes.health_interval
             )
             rotation = KeyRotation(
                 self.keys,
@@ -177,16 +178,15 @@ class Router:
             if self.tracing is not None:
                 await self.tracing.close()
 
-    def _make_turns(self, side_channels: SideChannels, recall: Recall) -> Turns:
-        assert self._legs is not None  # made just before
+    def _make_turns(self, legs: Legs, side_channels: SideChannels, recall: Recall) -> Turns:
         admission = Admission(side_channels, self.metrics)
         keeping = Keeping(
             self.conversations, self.identities, self.responses, admission, self._state
         )
-        prefill = PrefillLeg(self._legs, self.prefill, admission, self.metrics)
+        prefill = PrefillLeg(legs, self.prefill, admission, self.metrics)
         return Turns(
             prefill,
-            DecodeLeg(self._legs, self.decode, prefill, keeping, self.metrics),
+            DecodeLeg(legs, self.decode, prefill, keeping, self.metrics),
             self.decode,
             self.conversations,
             self.metrics,
@@ -227,8 +227,8 @@ class Router:
         return await self._turns.serve(http)
 
     async def side_call(self, http: web.Request) -> web.StreamResponse:
-        assert self._legs is not None  # set before the server listens
-        return await SideCalls(self._legs, self.access, self.decode.candidates).serve(http)
+        assert self._calls is not None  # set before the server listens
+        return await SideCalls(self._calls, self.access, self.decode.candidates).serve(http)
 
     async def show_conversation(self, http: web.Request) -> web.StreamResponse:
         """What is kept of a conversation of this tenant: no ids, and nothing of what was said."""

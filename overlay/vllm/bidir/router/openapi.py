@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 from vllm.bidir.router.clients.access import TENANT_HEADER
+from vllm.bidir.router.clients.client_params import REFUSED
 from vllm.bidir.router.clients.headers import REQUEST_ID
+from vllm.bidir.router.clients.request import END_HEADER, MAX_ID
+from vllm.bidir.router.clients.reuse import HEADER as REUSE_HEADER
 from vllm.bidir.router.status.status import Status
-from vllm.bidir.router.turns.client_params import REFUSED
-from vllm.bidir.router.turns.request import END_HEADER, MAX_ID
-from vllm.bidir.router.turns.reuse import HEADER as REUSE_HEADER
 
 Json = dict[str, Any]
 

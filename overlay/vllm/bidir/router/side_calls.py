@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable
 from aiohttp import web
 from vllm.bidir.router.clients.access import Access
 from vllm.bidir.router.clients.body import read_body
+from vllm.bidir.router.clients.client_params import refuse_params
 from vllm.bidir.router.clients.errors import ClientError
 from vllm.bidir.router.clients.headers import NAMED, REQUEST_ID, to_engine
+from vllm.bidir.router.nodes.calls import Calls, Unreachable
 from vllm.bidir.router.nodes.node import Node
 from vllm.bidir.router.process.in_time import in_time
-from vllm.bidir.router.turns.client_params import refuse_params
-from vllm.bidir.router.turns.legs import Legs, Unreachable
 
 GET = ("/v1/models",)
 POST = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
@@ -27,8 +27,8 @@ class SideCalls:
     One that takes too long, or goes down meanwhile, has not answered.
     """
 
-    def __init__(self, legs: Legs, access: Access, nodes: Callable[[], Iterable[Node]]) -> None:
-        self._legs = legs
+    def __init__(self, calls: Calls, access: Access, nodes: Callable[[], Iterable[Node]]) -> None:
+        self._calls = calls
         self._access = access
         self._nodes = nodes
 
@@ -43,7 +43,7 @@ class SideCalls:
             try:
                 # HEAD asks for the same as GET: the server leaves the body out.
                 method, limit_s = ("POST", _POST_S) if http.method == "POST" else ("GET", _GET_S)
-                asking = self._legs.ask(node, method, http.path, headers, body)
+                asking = self._calls.ask(node, method, http.path, headers, body)
                 answer = await in_time(asking, limit_s)
             except Unreachable:
                 continue

@@ -22,12 +22,12 @@ from vllm.bidir.router.clients.access import bearer
 from vllm.bidir.router.clients.keys import Keys
 from vllm.bidir.router.conversations.conversations import Conversations, Key
 from vllm.bidir.router.conversations.leases import Leases, NodeLeases
+from vllm.bidir.router.nodes.calls import Calls, Unreachable
 from vllm.bidir.router.nodes.node import Node
 from vllm.bidir.router.process.end_tasks import end_tasks
 from vllm.bidir.router.process.loops import Loops
 from vllm.bidir.router.state.state import State
 from vllm.bidir.router.telemetry.metrics import Metrics
-from vllm.bidir.router.turns.legs import Legs, Unreachable
 
 logger = logging.getLogger("vllm_bidir_router")
 
@@ -66,7 +66,7 @@ class Heartbeat:
 
     def __init__(
         self,
-        legs: Legs,
+        calls: Calls,
         conversations: Conversations,
         leases: Leases,
         metrics: Metrics,
@@ -74,7 +74,7 @@ class Heartbeat:
         state: State,
     ) -> None:
         self._state = state
-        self._legs = legs
+        self._calls = calls
         self._conversations = conversations
         self._leases = leases
         self._metrics = metrics
@@ -232,7 +232,7 @@ class Heartbeat:
         if authorization is not None:
             headers["Authorization"] = authorization
         try:
-            answer = await self._legs.post(node, path, body, headers, timeout)
+            answer = await self._calls.post(node, path, body, headers, timeout)
             if answer.status != 200:
                 raise _CallError(str(answer.status))
             return _ANSWER.decode(answer.body)

@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 from vllm.bidir.router.clients.errors import ClientError
+from vllm.bidir.router.clients.parts import TooManyError, split_array
+from vllm.bidir.router.clients.request import MAX_ID, TurnRequest
 from vllm.bidir.router.conversations.conversations import DIGEST_BYTES, Key, conversation_key
 from vllm.bidir.router.conversations.recent import Recent
-from vllm.bidir.router.turns.parts import TooManyError, split_array
-from vllm.bidir.router.turns.request import MAX_ID, TurnRequest
 
 # In this order. Which agent sends which: docs/router.md.
 CONVERSATION_HEADERS = (

@@ -7,12 +7,12 @@ import asyncio
 import logging
 import time
 
+from vllm.bidir.router.nodes.calls import Calls, Unreachable
 from vllm.bidir.router.nodes.node import Node
 from vllm.bidir.router.nodes.pool import Pool
 from vllm.bidir.router.process.end_tasks import end_tasks
 from vllm.bidir.router.process.in_time import in_time
 from vllm.bidir.router.process.loops import Loops
-from vllm.bidir.router.turns.legs import Legs, Unreachable
 
 logger = logging.getLogger("vllm_bidir_router")
 
@@ -28,8 +28,8 @@ _APART_S = 0.1
 class HealthChecks:
     """Checks the nodes of some pools every `interval_s`; 0: never, only turns tell."""
 
-    def __init__(self, legs: Legs, pools: tuple[Pool, ...], interval_s: float) -> None:
-        self._legs = legs
+    def __init__(self, calls: Calls, pools: tuple[Pool, ...], interval_s: float) -> None:
+        self._calls = calls
         self._pools = {pool.role: pool for pool in pools}
         self._interval_s = interval_s
         self._loops = Loops(self._follow)
@@ -116,7 +116,7 @@ class HealthChecks:
         was_up = node.health.up
         why = ""
         try:
-            answer = await in_time(self._legs.get(node, "/health", {}), TIMEOUT_S)
+            answer = await in_time(self._calls.get(node, "/health", {}), TIMEOUT_S)
             passed, why = answer.status == 200, str(answer.status)
         except Unreachable as error:
             passed, why = False, type(error).__name__

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.bidir.router.clients.request import TurnRequest
 from vllm.bidir.router.conversations.conversations import Key
 from vllm.bidir.router.state.lines import SharedLines
 from vllm.bidir.router.state.redis_link import RedisLink
@@ -15,7 +16,6 @@ from vllm.bidir.router.state.wire import (
     encode,
     read_response,
 )
-from vllm.bidir.router.turns.request import TurnRequest
 from vllm.bidir.router.turns.responses import Responses
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+from vllm.bidir.router.clients.request import TurnRequest
 from vllm.bidir.router.conversations.conversations import Key
 from vllm.bidir.router.conversations.identity import Place, Trace
-from vllm.bidir.router.turns.request import TurnRequest
 
 
 class State(Protocol):

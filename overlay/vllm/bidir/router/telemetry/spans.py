@@ -6,9 +6,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 
+from vllm.bidir.router.clients.request import TurnRequest
+from vllm.bidir.router.clients.reuse import Reuse
 from vllm.bidir.router.nodes.node import Node
-from vllm.bidir.router.turns.request import TurnRequest
-from vllm.bidir.router.turns.reuse import Reuse
 
 
 class Spans:

@@ -21,10 +21,10 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from vllm.bidir.router.clients.access import Handler
+from vllm.bidir.router.clients.request import APIS
 from vllm.bidir.router.telemetry.spans import CURRENT
 from vllm.bidir.router.telemetry.trace_options import GRPC, protocol
 from vllm.bidir.router.telemetry.turn_spans import TurnSpans
-from vllm.bidir.router.turns.request import APIS
 
 logger = logging.getLogger("vllm_bidir_router")
 

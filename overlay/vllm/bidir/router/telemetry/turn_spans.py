@@ -16,10 +16,10 @@ from aiohttp import web
 from opentelemetry.propagators.textmap import TextMapPropagator
 from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_context
 from vllm.bidir.router.clients.errors import ClientError
+from vllm.bidir.router.clients.request import TurnRequest
+from vllm.bidir.router.clients.reuse import Reuse
 from vllm.bidir.router.nodes.node import Node
 from vllm.bidir.router.telemetry.spans import Spans
-from vllm.bidir.router.turns.request import TurnRequest
-from vllm.bidir.router.turns.reuse import Reuse
 
 _LONGEST_MODEL = 256
 

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+from vllm.bidir.router.clients.request import TurnRequest
 from vllm.bidir.router.conversations.conversations import Key
 from vllm.bidir.router.conversations.record import KeptTurn
 from vllm.bidir.router.nodes.policies import Ask
-from vllm.bidir.router.turns.request import TurnRequest
 
 # Of English text; what matters is that all turns are measured alike.
 _BYTES_PER_TOKEN = 4

@@ -12,6 +12,7 @@ from vllm.bidir.router.clients.draining import ANSWER_BEGUN, ANSWER_ENDED
 from vllm.bidir.router.clients.errors import ClientError, error_event
 from vllm.bidir.router.clients.headers import to_client
 from vllm.bidir.router.clients.stream import ClientGoneError, ClientStream
+from vllm.bidir.router.nodes.calls import Answer, Unreachable
 from vllm.bidir.router.nodes.node import Node
 from vllm.bidir.router.nodes.policies import Ask
 from vllm.bidir.router.nodes.pool import Pool
@@ -20,7 +21,7 @@ from vllm.bidir.router.nodes.seat import Seat
 from vllm.bidir.router.telemetry.metrics import Metrics
 from vllm.bidir.router.turns.beginning import Failed, read_beginning, whole_failure
 from vllm.bidir.router.turns.keeping import Keeping
-from vllm.bidir.router.turns.legs import Answer, Legs, Unreachable
+from vllm.bidir.router.turns.legs import Legs
 from vllm.bidir.router.turns.pass_through import PassThrough
 from vllm.bidir.router.turns.prefill_leg import PrefillLeg
 from vllm.bidir.router.turns.responses import ResponsesFilter, said_in

@@ -3,21 +3,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Mapping
-from contextlib import closing
 from typing import Any
 
 import msgspec
 from vllm.bidir.reasons import Reason
-from vllm.bidir.router.clients.headers import to_client
+from vllm.bidir.router.clients.request import TurnRequest
+from vllm.bidir.router.clients.reuse import prompt_tokens
+from vllm.bidir.router.nodes.calls import Answer, whole
 from vllm.bidir.router.nodes.client import NodeClient
 from vllm.bidir.router.nodes.node import Node
 from vllm.bidir.router.nodes.reply import Reply
-from vllm.bidir.router.process.in_time import in_time
 from vllm.bidir.router.turns.beginning import AbortedError, whole_failure
-from vllm.bidir.router.turns.request import TurnRequest
-from vllm.bidir.router.turns.reuse import prompt_tokens
 from vllm.bidir.router.turns.stream import find_params
 
 # What P is told when there is nothing to read back: keep your blocks for a decode node.
@@ -34,22 +30,6 @@ FIRST_TURN = msgspec.Raw(
     )
 )
 
-Unreachable = (asyncio.TimeoutError, OSError)
-
-
-class Answer(msgspec.Struct, frozen=True):
-    """A whole answer of a node, for the client as it is."""
-
-    status: int
-    content_type: str
-    body: bytes
-    headers: Mapping[str, str] = {}
-
-    @classmethod
-    def of(cls, reply: Reply, body: bytes) -> Answer:
-        """A reply whose body has been read."""
-        return cls(reply.status, reply.content_type, body, to_client(reply.headers))
-
 
 class PrefillDone(msgspec.Struct, frozen=True):
     """P has the prompt's KV. `params` tell D where, as P says it; None if P is no NIXL node.
@@ -64,7 +44,7 @@ class PrefillDone(msgspec.Struct, frozen=True):
 
 
 class Legs:
-    """HTTP calls to nodes over one shared client."""
+    """Over one client that all turns share."""
 
     def __init__(self, client: NodeClient) -> None:
         self._client = client
@@ -76,7 +56,7 @@ class Legs:
         raised, for one that P has aborted, too."""
         body = request.prefill_body(params)
         asking = self._client.request(node.address, "POST", request.path, headers, body, node=node)
-        answer = await _whole(asking)
+        answer = await whole(asking)
         if answer.status != 200:
             return answer
         if whole_failure(answer.body, request.path) is not None:
@@ -97,30 +77,6 @@ class Legs:
         return await self._client.request(
             node.address, "POST", request.path, headers, body, node=node
         )
-
-    async def ask(
-        self, node: Node, method: str, path: str, headers: dict[str, str], body: bytes = b""
-    ) -> Answer:
-        """A call beside the legs, for as long as the node is up; Unreachable."""
-        return await _whole(
-            self._client.request(node.address, method, path, headers, body, node=node)
-        )
-
-    async def get(self, node: Node, path: str, headers: dict[str, str]) -> Answer:
-        """A plain GET, such as /v1/models or /health, however long it takes."""
-        return await _whole(self._client.request(node.address, "GET", path, headers))
-
-    async def post(
-        self, node: Node, path: str, body: bytes, headers: dict[str, str], timeout_s: float
-    ) -> Answer:
-        """A call beside the legs, answered whole within `timeout_s`."""
-        asking = self._client.request(node.address, "POST", path, headers, body)
-        return await in_time(_whole(asking), timeout_s)
-
-
-async def _whole(asking: Awaitable[Reply]) -> Answer:
-    with closing(await asking) as reply:
-        return Answer.of(reply, await reply.read())
 
 
 class _Orders(msgspec.Struct):

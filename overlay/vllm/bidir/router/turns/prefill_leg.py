@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 from vllm.bidir.reasons import Reason
+from vllm.bidir.router.nodes.calls import Answer, Unreachable
 from vllm.bidir.router.nodes.node import Node
 from vllm.bidir.router.nodes.policies import Ask
 from vllm.bidir.router.nodes.pool import Pool
@@ -14,10 +15,8 @@ from vllm.bidir.router.telemetry.metrics import Metrics
 from vllm.bidir.router.turns.admission import Admission
 from vllm.bidir.router.turns.legs import (
     FIRST_TURN,
-    Answer,
     Legs,
     PrefillDone,
-    Unreachable,
     read_back,
 )
 from vllm.bidir.router.turns.turn import Turn, logger, said

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import time
 
+from vllm.bidir.router.clients.request import TurnRequest
+from vllm.bidir.router.clients.reuse import Reuse
 from vllm.bidir.router.nodes.node import Node
 from vllm.bidir.router.telemetry.metrics import Metrics
 from vllm.bidir.router.telemetry.spans import CURRENT
-from vllm.bidir.router.turns.request import TurnRequest
-from vllm.bidir.router.turns.reuse import Reuse
 
 
 class Progress:

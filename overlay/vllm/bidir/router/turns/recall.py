@@ -9,13 +9,14 @@ from collections.abc import Callable
 from vllm.bidir.reasons import Reason
 from vllm.bidir.router.clients.access import bearer
 from vllm.bidir.router.clients.keys import Keys
+from vllm.bidir.router.clients.parts import decode_params
 from vllm.bidir.router.conversations.record import KeptTurn
+from vllm.bidir.router.nodes.calls import Calls, Unreachable
 from vllm.bidir.router.nodes.node import Node
 from vllm.bidir.router.nodes.side_channels import SideChannels
 from vllm.bidir.router.process.in_time import in_time
 from vllm.bidir.router.telemetry.metrics import Metrics
-from vllm.bidir.router.turns.legs import Legs, Unreachable, holds_blocks
-from vllm.bidir.router.turns.parts import decode_params
+from vllm.bidir.router.turns.legs import holds_blocks
 
 # D answers between two steps. Longer than this, and computing may well be sooner.
 _LIMIT_S = 1.0
@@ -26,13 +27,13 @@ class Recall:
 
     def __init__(
         self,
-        legs: Legs,
+        calls: Calls,
         node: Callable[[str], Node | None],
         side_channels: SideChannels,
         metrics: Metrics,
         keys: Keys,
     ) -> None:
-        self._legs = legs
+        self._calls = calls
         self._node = node
         self._side_channels = side_channels
         self._metrics = metrics
@@ -52,7 +53,7 @@ class Recall:
         headers = {} if authorization is None else {"Authorization": authorization}
         path = f"/v1/kv_leases/{turn.lease_id}"
         try:
-            answer = await in_time(self._legs.get(node, path, headers), _LIMIT_S)
+            answer = await in_time(self._calls.get(node, path, headers), _LIMIT_S)
             if answer.status == 404:
                 return Reason.EXPIRED
             if answer.status != 200:

@@ -16,8 +16,8 @@ import msgspec
 from msgspec.structs import replace
 from vllm.bidir.reasons import Reason
 from vllm.bidir.router.clients.errors import ClientError
+from vllm.bidir.router.clients.request import MAX_ID, TurnRequest, items_of
 from vllm.bidir.router.conversations.conversations import Key, conversation_key
-from vllm.bidir.router.turns.request import MAX_ID, TurnRequest, items_of
 from vllm.bidir.router.turns.stream import StreamFilter, event_payload
 
 PATH = "/v1/responses"

@@ -7,15 +7,15 @@ import logging
 from dataclasses import dataclass, field
 
 from vllm.bidir.router.clients.headers import LOGGED, REQUEST_ID
+from vllm.bidir.router.clients.request import TurnRequest
+from vllm.bidir.router.clients.reuse import HEADER, Reuse
 from vllm.bidir.router.conversations.conversations import Key
 from vllm.bidir.router.conversations.identity import Place
 from vllm.bidir.router.conversations.record import KeptTurn
 from vllm.bidir.router.nodes.node import Node
 from vllm.bidir.router.telemetry.log_lines import TurnLog
 from vllm.bidir.router.turns.progress import Progress
-from vllm.bidir.router.turns.request import TurnRequest
 from vllm.bidir.router.turns.responses import Asked
-from vllm.bidir.router.turns.reuse import HEADER, Reuse
 
 logger = logging.getLogger("vllm_bidir_router")
 said = TurnLog(logger)

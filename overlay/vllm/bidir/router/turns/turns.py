@@ -8,24 +8,24 @@ from vllm.bidir.reasons import Reason
 from vllm.bidir.router.clients.access import Access
 from vllm.bidir.router.clients.body import read_body
 from vllm.bidir.router.clients.headers import NAMED, REQUEST_ID, to_engine
-from vllm.bidir.router.conversations.conversations import Conversations, Key
-from vllm.bidir.router.conversations.identity import Identities, trace
-from vllm.bidir.router.conversations.record import KeptTurn
-from vllm.bidir.router.nodes.pool import Pool
-from vllm.bidir.router.state.state import State
-from vllm.bidir.router.telemetry.metrics import Metrics
-from vllm.bidir.router.turns.ask import ask_of
-from vllm.bidir.router.turns.decode_leg import DecodeLeg, no_decode_node, whole_answer
-from vllm.bidir.router.turns.legs import Answer
-from vllm.bidir.router.turns.prefill_leg import PrefillLeg
-from vllm.bidir.router.turns.progress import Progress
-from vllm.bidir.router.turns.recall import Recall
-from vllm.bidir.router.turns.request import (
+from vllm.bidir.router.clients.request import (
     END_HEADER,
     TurnRequest,
     ends_conversation,
     parse_request,
 )
+from vllm.bidir.router.conversations.conversations import Conversations, Key
+from vllm.bidir.router.conversations.identity import Identities, trace
+from vllm.bidir.router.conversations.record import KeptTurn
+from vllm.bidir.router.nodes.calls import Answer
+from vllm.bidir.router.nodes.pool import Pool
+from vllm.bidir.router.state.state import State
+from vllm.bidir.router.telemetry.metrics import Metrics
+from vllm.bidir.router.turns.ask import ask_of
+from vllm.bidir.router.turns.decode_leg import DecodeLeg, no_decode_node, whole_answer
+from vllm.bidir.router.turns.prefill_leg import PrefillLeg
+from vllm.bidir.router.turns.progress import Progress
+from vllm.bidir.router.turns.recall import Recall
 from vllm.bidir.router.turns.responses import Responses
 from vllm.bidir.router.turns.turn import Turn, said
 

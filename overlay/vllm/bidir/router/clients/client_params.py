@@ -15,7 +15,7 @@ import re
 
 import msgspec
 from vllm.bidir.router.clients.errors import ClientError
-from vllm.bidir.router.turns.parts import TooManyError, split_array, split_object
+from vllm.bidir.router.clients.parts import TooManyError, split_array, split_object
 
 REFUSED = ("kv_transfer_params", "ec_transfer_params")
 # A key ends in a plain quote, while inside a JSON string quotes are escaped; no encoder escapes

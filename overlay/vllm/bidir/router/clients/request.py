@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 import msgspec
 from vllm.bidir.reasons import Reason
+from vllm.bidir.router.clients.client_params import refuse_params
 from vllm.bidir.router.clients.errors import ClientError
-from vllm.bidir.router.turns.client_params import refuse_params
-from vllm.bidir.router.turns.parts import MOST_FIELDS, Fields, TooManyError, split_object
+from vllm.bidir.router.clients.parts import MOST_FIELDS, Fields, TooManyError, split_object
 
 END_HEADER = "X-Conversation-End"
 PARAMS = "kv_transfer_params"
