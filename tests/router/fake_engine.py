@@ -169,3 +169,16 @@ def as_client_sees(params: dict[str, Any]) -> bytes:
     chunk = json.loads(last[len(b"data: ") :])
     del chunk["kv_transfer_params"]
     return first + event(chunk) + usage + done
+
+
+async def begin_stream(request: web.Request) -> web.StreamResponse:
+    """An answer that has said no more than that it is a stream."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    return response
+
+
+def cut(request: web.Request) -> None:
+    """Break off, as an engine does that dies."""
+    assert request.transport is not None
+    request.transport.abort()
