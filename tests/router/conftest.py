@@ -12,9 +12,10 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp.test_utils import TestServer
-from vllm.bidir.router.app import Router, make_app
+from vllm.bidir.router.app import make_app
 from vllm.bidir.router.nodes.options import NodeOptions
 from vllm.bidir.router.options import Address, RouterOptions
+from vllm.bidir.router.router import Router
 from vllm.bidir.router.server import Runner
 
 from tests.router.fake_engine import FakeEngine

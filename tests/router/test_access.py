@@ -14,8 +14,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from vllm.bidir.router.app import Router
 from vllm.bidir.router.clients.security import Security, key_digest
+from vllm.bidir.router.router import Router
 
 from tests.router.conftest import BODY, JSON, MakeSetup, RouterServer, Setup, another_router
 from tests.router.fake_engine import FakeEngine

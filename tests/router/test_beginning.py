@@ -12,7 +12,7 @@ from vllm.bidir.router.turns.beginning import Beginning, Failed
 
 from tests.router.fake_apis import messages_stream, responses_stream
 from tests.router.fake_engine import event
-from tests.router.test_failures import CANNOT_READ, WITHOUT_A_WORD
+from tests.router.test_no_answer import CANNOT_READ, WITHOUT_A_WORD
 
 TOKEN = event({"choices": [{"text": "x", "finish_reason": None}]})
 ABORTED = event({"choices": [{"text": "", "finish_reason": "abort"}]})

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from vllm.bidir.router.app import Router
 from vllm.bidir.router.clients import certificate
 from vllm.bidir.router.clients.security import Security
 from vllm.bidir.router.options import RouterOptions, parse
+from vllm.bidir.router.router import Router
 
 from tests.router.conftest import RouterServer, until
 from tests.router.tls import make_certificate

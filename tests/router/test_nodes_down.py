@@ -136,7 +136,7 @@ async def test_nodes_are_reached_over_such_sockets(setup: Setup) -> None:
     seen: list[int] = []
 
     async def look(request: web.Request, body: dict[str, Any]) -> None:
-        for one in setup.router._calls._client._open:  # type: ignore[union-attr]
+        for one in setup.router.calls._client._open:  # type: ignore[union-attr]
             raw = one._transport.get_extra_info("socket")
             seen.append(raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
 

@@ -22,9 +22,10 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from vllm.bidir.router.app import Router, make_app
+from vllm.bidir.router.app import make_app
 from vllm.bidir.router.openapi import describe
 from vllm.bidir.router.options import RouterOptions
+from vllm.bidir.router.router import Router
 
 from tests.router.conftest import RouterServer, Setup
 from tests.router.fake_apis import speak_all

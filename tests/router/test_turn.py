@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from vllm.bidir.router.app import Router
 from vllm.bidir.router.options import Address
+from vllm.bidir.router.router import Router
 
 from tests.router.conftest import BODY, JSON, MakeSetup, RouterServer, Setup
 from tests.router.fake_engine import P_PARAMS, FakeEngine, as_client_sees, d_params, event

@@ -12,8 +12,9 @@ One turn, and where each step is decided:
 7. keep D's params for the next turn                             `turns.keeping`, `conversations`
 8. renew D's lease, give it back when nobody needs it            `conversations.heartbeat`
 
-`app` wires these parts and has the routes, `server` is the HTTP server around it, `side_calls`
-serves what is no turn, `openapi` describes all. `options` and `cli` are the command, `process` what
-it runs on. Several routers share a `state`; `telemetry` and `status` tell people and their tools.
+`router` wires these parts, `app` has the routes, `endpoints` and `side_calls` answer what is no
+turn, `openapi` describes all, `server` is the HTTP server around it. `options` and `cli` are the
+command, `process` what it runs on. Several routers share a `state`; `telemetry` and `status` tell
+people and their tools.
 It carries metadata only; KV moves between the nodes. It imports nothing of the engine.
 """

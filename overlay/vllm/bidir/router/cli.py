@@ -7,7 +7,6 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from vllm.bidir.router.app import Router
 from vllm.bidir.router.options import RouterOptions, parse
 from vllm.bidir.router.process.runtime import (
     calm_garbage_collector,
@@ -15,6 +14,7 @@ from vllm.bidir.router.process.runtime import (
     return_memory,
     run,
 )
+from vllm.bidir.router.router import Router
 from vllm.bidir.router.server import serve
 from vllm.bidir.router.telemetry.log_lines import Lines, LogLines
 from vllm.bidir.router.telemetry.trace_options import TracingError

@@ -14,10 +14,11 @@ from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
-from vllm.bidir.router.app import Router, make_app
+from vllm.bidir.router.app import make_app
 from vllm.bidir.router.clients.errors import ClientError
 from vllm.bidir.router.clients.http_log import HttpLog
 from vllm.bidir.router.clients.security import Security
+from vllm.bidir.router.router import Router
 
 # Above the idle timeouts of load balancers (60 s), so that none sends on a connection that is
 # being closed here.
