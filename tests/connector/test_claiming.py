@@ -12,17 +12,20 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import pytest
 import torch
-from vllm.bidir.connector import peer, questions
+from vllm.bidir.connector import greeting, peer, questions
+from vllm.bidir.connector.binding import binding
 from vllm.bidir.connector.claiming import ClaimOrder
 from vllm.bidir.connector.handed import HandedOver
 from vllm.bidir.connector.kept import KeptTurns
 from vllm.bidir.connector.listener import start_listener
-from vllm.bidir.connector.messages import SideChannel
+from vllm.bidir.connector.messages import CLAIM, MalformedMessageError, SideChannel
 from vllm.bidir.connector.outcome import WorkerReport
 from vllm.bidir.reasons import Reason
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+    GET_META_MSG,
     NixlConnectorMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
@@ -36,10 +39,13 @@ NOTICE = b"at-p:1"
 ADDRESS = ("10.0.0.1", 5600)
 ORDER = ClaimOrder("token", "d/1")
 OURS, THEIRS = [31, 30, 7], [20, 19, 33]
+HANDED = binding("at-p", (THEIRS,))
 
 
 # One for each answer that P gives.
 may_answer = threading.Semaphore(0)
+# What P was asked about.
+claimed: list[bytes | None] = []
 
 
 class Reader(Bare):
@@ -48,6 +54,11 @@ class Reader(Bare):
     def __init__(self) -> None:
         super().__init__()
         self._remote_agents["d"] = {(0, 0): "agent"}
+        self._binding_engines.add("d")
+
+    def has_met_a_p_that_binds_nothing(self) -> None:
+        """It is stock, or of an older release."""
+        self._binding_engines.clear()
 
     def reads(
         self, request_id: str, claims: bool = True, ours: Sequence[int] | None = OURS
@@ -90,8 +101,11 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[peer.Asked]:
     """What P answers next; the last one for ever."""
     found = [peer.Asked(stands_s=30.0, address=ADDRESS)]
 
-    def claim(host: str, port: int, token: str, reader: str, *more: Any) -> peer.Asked:
+    def claim(
+        host: str, port: int, token: str, reader: str, named: bytes | None, timeout_s: float
+    ) -> peer.Asked:
         assert (host, port, token, reader) == ("10.0.0.1", 5600, "token", "d/1")
+        claimed.append(named)
         assert may_answer.acquire(timeout=5)
         answer = found.pop(0) if len(found) > 1 else found[0]
         return replace(answer, asked=time.monotonic())
@@ -150,6 +164,7 @@ def test_what_the_base_reads_is_claimed_too(
     assert d.step() == {"again"} and lost(d) == ["expired"]
     assert d.said.failed == ({"again"} if why == "several groups" else set())
 
+    d.has_met_a_p_that_binds_nothing()
     d.reads("unclaimed", claims=False)
     assert d.nixl_wrapper.notifications[-1] == NOTICE
 
@@ -223,13 +238,14 @@ def test_a_p_that_stays_silent_is_asked_no_more(d: Reader, answers: list[peer.As
 def test_a_silent_p_does_not_keep_the_threads_for_others(d: Reader) -> None:
     """Nobody waits for it who has not read from it."""
     d._questions.not_heard(ADDRESS)
-    d._questions.claim("r", ADDRESS, "token", "d/1")
+    d._questions.claim("r", ADDRESS, "token", "d/1", HANDED)
     name, asked = d._questions.claims.get(timeout=5)
     assert (name, asked.reason, asked.address) == ("r", Reason.PEER_GONE, None)
 
 
 def test_a_p_that_cannot_be_asked_is_told_by_the_read(d: Reader) -> None:
     """As in the base."""
+    d.has_met_a_p_that_binds_nothing()
     d.reads("r", claims=False)
     assert d.nixl_wrapper.notifications == [NOTICE]
     assert d.step() == {"r"}
@@ -324,13 +340,82 @@ def test_what_another_d_reads_is_not_ended_by_one_that_does_not_need_it(
 
 
 def test_of_a_stock_p_nothing_is_claimed_that_d_does_not_need(d: Reader) -> None:
+    d.has_met_a_p_that_binds_nothing()
     d.reads("r", claims=False, ours=None)
     assert d.told == [("agent", NOTICE)]
+
+
+def test_what_is_claimed_are_the_blocks_that_the_params_name(d: Reader) -> None:
+    del claimed[:]
+    d.reads("r")
+    d.hears()
+    assert d.step() == {"r"}
+    d.has_met_a_p_that_binds_nothing()
+    d.reads("of an older P")
+    d.hears()
+    assert claimed == [HANDED, None], "it would not understand"
+
+
+def test_p_is_asked_where_it_was_met(d: Reader) -> None:
+    """Params may name another P, which has handed over blocks of the same ids: not those that are
+    read."""
+    d._addresses["d"] = ("10.0.0.9", 5600)
+    with patch.object(d._questions, "claim") as claim:
+        d.reads("r")
+    assert claim.call_args.args[1] == ("10.0.0.9", 5600)
+
+
+def test_what_p_has_not_handed_over_is_not_used(d: Reader, answers: list[peer.Asked]) -> None:
+    answers[0] = peer.Asked(reason=Reason.NOT_HANDED_OVER, address=ADDRESS)
+    d.reads("r")
+    d.hears()
+    assert d.step() == {"r"}
+    assert d._invalid_block_ids.get_nowait() == set(OURS)
+    assert lost(d) == ["not_handed_over"]
+    assert d.told == []
+    assert ADDRESS not in d._questions._silent and d.busy_engines() == set()
+
+
+def test_what_comes_without_the_token_is_not_read_of_a_p_that_binds(d: Reader) -> None:
+    """Else who leaves it out would read whatever he names."""
+    d.reads("r", claims=False)
+    assert d.nixl_wrapper.posted == []
+    assert d.step() == {"r"}
+    assert d._invalid_block_ids.get_nowait() == set(OURS)
+    assert lost(d) == ["not_handed_over"]
+    assert d.told == []
+
+
+@pytest.mark.parametrize("claims", [True, False])
+def test_p_is_told_to_free_nothing_that_it_has_not_handed_over(
+    d: Reader, answers: list[peer.Asked], claims: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would free another's prompt, which that one's D is reading."""
+    answers[0] = peer.Asked(reason=Reason.NOT_HANDED_OVER, address=ADDRESS)
+    d._named["r"] = (b"agent",)
+    d._agents["d"] = {0: b"agent"}
+    d.reads("r", claims=claims, ours=None)
+    if claims:
+        d.hears()
+    assert d.step() == set()
+    assert d.told == [] and d._claims == {} and d._named == {}
+    assert lost(d) == [] and d.lost() == (set(), set())
+    (line,) = [one for one in caplog.messages if "handed over" in one]
+    assert "at-p" not in line and "token" not in line
 
 
 ############################################################
 # Real NIXL
 ############################################################
+
+
+class Older(SideChannel):
+    """Of a P that knows the first form of a claim only."""
+
+    def answer(self, message: bytes) -> list[bytes]:
+        if msgspec.msgpack.decode(message)[0] == CLAIM:
+            raise MalformedMessageError("unknown word")
+        return super().answer(message)
 
 
 @pytest.fixture
@@ -340,17 +425,44 @@ def handed() -> HandedOver:
 
 @pytest.fixture
 def token(handed: HandedOver) -> str:
-    return handed.add("at-p", time.perf_counter() + 30)
+    return handed.add("at-p", time.perf_counter() + 30, HANDED)
 
 
 @pytest.fixture
-def port(handed: HandedOver) -> Iterator[int]:
+def nodes(model: Path) -> Iterator[tuple[Node, Node]]:
+    """P and D, which have not met."""
+    p, d = Node(model, "p", "LBNHC"), Node(model, "d", "LBNHC")
+    yield p, d
+    for node in (p, d):
+        node.worker.shutdown()
+
+
+@pytest.fixture
+def release(request: pytest.FixtureRequest) -> str:
+    """Of P; a test may say another."""
+    return getattr(request, "param", "this")
+
+
+@pytest.fixture
+def port(handed: HandedOver, nodes: tuple[Node, Node], release: str) -> Iterator[int]:
     """P's side channel."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         found: int = free.getsockname()[1]
     stop = threading.Event()
-    channel = SideChannel(KeptTurns(), "p", 1, {}, b"get_meta", lambda: 0.0, handed=handed)
+    payload = nodes[0].worker.xfer_handshake_metadata
+    greets = release == "this"
+    channel = (SideChannel if greets else Older)(
+        KeptTurns(),
+        "p",
+        1,
+        greeting.payloads({(0, 0): payload})
+        if greets
+        else {(0, 0): msgspec.msgpack.encode(payload)},
+        GET_META_MSG,
+        time.perf_counter,
+        handed=handed,
+    )
     thread = start_listener(channel, "127.0.0.1", found, stop)
     yield found
     stop.set()
@@ -358,12 +470,12 @@ def port(handed: HandedOver) -> Iterator[int]:
 
 
 @pytest.fixture
-def pair(model: Path) -> Iterator[tuple[Node, Node]]:
-    p, d = Node(model, "p", "LBNHC"), Node(model, "d", "LBNHC")
-    d.meets(p)
-    yield p, d
-    for node in (p, d):
-        node.worker.shutdown()
+def pair(nodes: tuple[Node, Node], port: int) -> tuple[Node, Node]:
+    """P and D, which have met by their handshake."""
+    handshake = nodes[1].worker._ensure_handshake("p", "127.0.0.1", port, 1)
+    assert handshake is not None
+    handshake.result(timeout=10)
+    return nodes
 
 
 def claims(d: Node, port: int, token: str) -> set[str]:
@@ -417,16 +529,16 @@ def test_p_hears_of_what_the_base_has_read_when_it_has_counted(
 
 
 @pytest.mark.parametrize("ours", [(), [], ([],)], ids=str)
-@pytest.mark.parametrize("claimed", [True, False])
+@pytest.mark.parametrize("release", ["this", "older", "stock"], indirect=True)
 def test_p_hears_of_what_d_does_not_need(
-    pair: tuple[Node, Node], port: int, token: str, ours: Any, claimed: bool
+    pair: tuple[Node, Node], port: int, token: str, ours: Any, release: str
 ) -> None:
     """As the base's scheduler orders it: of no group, or of an empty one."""
     p, d = pair
     metadata = order(port, token)
     meta = metadata.reqs_to_recv["r"]
     meta.local_block_ids = meta.local_physical_block_ids = ours
-    if not claimed:
+    if release == "stock":
         metadata.claims = {}
     d.worker.start_load_kv(metadata)
     end = time.monotonic() + 10
@@ -456,3 +568,106 @@ def test_a_handover_that_p_has_ended_is_a_failed_load(
     assert claims(d, port, token) == {"r"}
     assert d.worker.get_block_ids_with_load_errors() == set(OURS)
     assert p.worker.nixl_wrapper.get_new_notifs() == {}
+
+
+def why_lost(d: Node) -> list[str]:
+    report = d.worker.take_report()
+    return [] if report is None else [str(one.reason) for one in report.lost.values()]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"block_ids": ([20, 19, 34],)},
+        {"block_ids": ([19, 20, 33],)},
+        {"block_ids": ([5, 20, 19, 33],)},
+        {"request_id": "another"},
+    ],
+    ids=str,
+)
+def test_params_that_name_anothers_are_a_failed_load(
+    pair: tuple[Node, Node], port: int, token: str, handed: HandedOver, change: dict[str, Any]
+) -> None:
+    """Whoever may send params to D has a token of his own, and can guess the rest."""
+    p, d = pair
+    others = handed.add("another", time.perf_counter() + 30, binding("another", ([20, 19, 34],)))
+    metadata = order(port, token)
+    remote = metadata.reqs_to_recv["r"].remote
+    assert remote is not None
+    metadata.reqs_to_recv["r"].remote = replace(remote, **change)
+    d.worker.start_load_kv(metadata)
+    assert finished(d) == {"r"}
+    assert why_lost(d) == ["not_handed_over"]
+    assert d.worker.get_block_ids_with_load_errors() == set(OURS)
+    assert p.worker.nixl_wrapper.get_new_notifs() == {}
+    assert handed.claim(others, "its own D") != Reason.EXPIRED
+
+    assert claims(d, port, token) == {"r"}, "as they were handed over"
+    assert why_lost(d) == [] and p.heard() == NOTICE
+
+
+def test_params_without_the_token_are_a_failed_load(pair: tuple[Node, Node], port: int) -> None:
+    _, d = pair
+    d.worker.start_load_kv(handover(OURS, THEIRS, "127.0.0.1", port))
+    assert finished(d) == {"r"}
+    assert why_lost(d) == ["not_handed_over"]
+    assert d.worker.get_block_ids_with_load_errors() == set(OURS)
+    assert d.descriptors() == [], "nothing was read"
+
+
+def test_what_d_has_of_a_prompt_is_handed_over_with_the_rest(
+    pair: tuple[Node, Node], port: int, token: str
+) -> None:
+    """D reads what it has not; what is claimed is all."""
+    p, d = pair
+    metadata = order(port, token)
+    meta = metadata.reqs_to_recv["r"]
+    meta.local_block_ids = meta.local_physical_block_ids = (OURS[1:],)
+    d.worker.start_load_kv(metadata)
+    assert finished(d) == {"r"} and why_lost(d) == []
+    for ours, theirs in zip(OURS[1:], THEIRS[1:], strict=True):
+        assert torch.equal(d.block(ours), p.block(theirs))
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["meets it", "has met it"])
+@pytest.mark.parametrize("release", ["older", "stock"], indirect=True)
+def test_a_p_of_another_release_is_read_as_before(
+    nodes: tuple[Node, Node], port: int, token: str, release: str, first: bool
+) -> None:
+    """An older one is asked whether it still has the prompt; a stock one cannot be asked."""
+    p, d = nodes
+    if not first:
+        handshake = d.worker._ensure_handshake("p", "127.0.0.1", port, 1)
+        assert handshake is not None
+        handshake.result(timeout=10)
+    metadata = order(port, token)
+    if release == "stock":
+        metadata.claims = {}
+    d.worker.start_load_kv(metadata)
+    end = time.monotonic() + 10
+    while not (over := d.worker.get_finished()[1]):
+        d.worker.start_load_kv(NixlConnectorMetadata())
+        assert time.monotonic() < end
+    assert over == {"r"} and why_lost(d) == []
+    for ours, theirs in zip(OURS, THEIRS, strict=True):
+        assert torch.equal(d.block(ours), p.block(theirs))
+    assert p.heard() == NOTICE
+
+
+def test_a_p_that_is_another_process_by_the_time_it_greets_is_not_met(
+    nodes: tuple[Node, Node], port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the first binds claims is not known."""
+    _, d = nodes
+    said = greeting.Greeting(b"another process", True)
+    with monkeypatch.context() as changed:
+        changed.setattr(peer, "greeting", lambda *_: said)
+        failed = d.worker._ensure_handshake("p", "127.0.0.1", port, 1)
+        assert failed is not None
+        with pytest.raises(RuntimeError, match="started anew"):
+            failed.result(timeout=10)
+    assert not d.worker.binds_claims("p")
+    again = d.worker._ensure_handshake("p", "127.0.0.1", port, 1)
+    assert again is not None
+    again.result(timeout=10)
+    assert d.worker.binds_claims("p")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import socket
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from vllm.bidir.connector import peer
+from vllm.bidir.connector.binding import binding
 from vllm.bidir.connector.handed import PARAM, HandedOver, parse_token
 from vllm.bidir.connector.kept import KeptTurns
 from vllm.bidir.connector.listener import start_listener
@@ -28,9 +30,12 @@ from vllm.bidir.reasons import Reason
 from vllm.v1.outputs import KVConnectorOutput
 
 from tests.connector.sim import FIRST_TURN, Engine
+from tests.connector.test_failed_loads import GROUPS
 
 HOST = "127.0.0.1"
 TOKEN = "ab" * 16
+BLOCKS = [[4, 5, 6], [9]]
+BINDING = binding("r", BLOCKS)
 HANDOVER = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
@@ -67,7 +72,7 @@ def handed(clock: Clock) -> HandedOver:
 @pytest.fixture
 def token(handed: HandedOver, clock: Clock) -> str:
     """Of one handover, kept for 30 s."""
-    return handed.add("r", clock.now + 30)
+    return handed.add("r", clock.now + 30, BINDING)
 
 
 def test_a_claim_says_for_how_long_the_blocks_stay(
@@ -90,22 +95,65 @@ def test_what_has_been_freed_cannot_be_claimed(handed: HandedOver, token: str) -
     handed.claim(token, "d")
     handed.end("r")
     handed.end("r")
-    assert handed.claim(token, "d") is None
+    assert handed.claim(token, "d") is Reason.EXPIRED
     assert len(handed) == 0
 
 
 def test_who_knows_a_requests_id_only_can_claim_nothing(handed: HandedOver, token: str) -> None:
     """Clients have a say in those ids."""
-    assert handed.claim("r", "stranger") is None
+    assert handed.claim("r", "stranger") is Reason.EXPIRED
     assert handed.claim(token, "d") == 30
-    assert handed.add("r2", 0.0) != token
+    assert handed.add("r2", 0.0, BINDING) != token
 
 
 def test_a_handover_is_one_readers(handed: HandedOver, token: str) -> None:
     """The first may say that it is done, and have it freed, while the second reads."""
     assert handed.claim(token, "d0") == 30
-    assert handed.claim(token, "d1") is None
+    assert handed.claim(token, "d1") is Reason.EXPIRED
     assert handed.claim(token, "d0") == 30
+
+
+@pytest.mark.parametrize(
+    ("request_id", "blocks"),
+    [
+        ("r", [[4, 5, 7], [9]]),
+        ("r", [[4, 5], [9]]),
+        ("r", [[5, 4, 6], [9]]),
+        ("r", [[9], [4, 5, 6]]),
+        ("r", [[4, 5], [6, 9]]),
+        ("r", [[4, 5, 6, 9]]),
+        ("r", [[4, 5, 6], [9], []]),
+        ("r", [[4, 5, 1 << 64], [9]]),
+        ("r2", BLOCKS),
+    ],
+    ids=str,
+)
+def test_what_was_not_handed_over_cannot_be_claimed(
+    handed: HandedOver, token: str, request_id: str, blocks: list[list[int]]
+) -> None:
+    """A token that is one's own, and the blocks of somebody else."""
+    named = binding(request_id, blocks)
+    assert handed.claim(token, "d", named) is Reason.NOT_HANDED_OVER
+    assert handed.claim(token, "another", BINDING) == 30, "it is nobody's yet"
+    assert handed.claim(token, "another", named) is Reason.NOT_HANDED_OVER
+
+
+def test_a_binding_is_of_what_params_say_however_they_have_travelled() -> None:
+    """As P's scheduler has them, and as they have come as JSON."""
+    assert binding("r", ([4, 5, 6], (9,))) == BINDING
+    assert binding("r", json.loads(json.dumps(BLOCKS))) == BINDING
+    assert len(BINDING) == 16
+
+
+def test_a_binding_of_a_long_prompt_costs_little() -> None:
+    """128 k tokens; the engine's thread makes it once for a request."""
+    blocks = [list(range(8000))]
+    took = []
+    for _ in range(20):
+        began = time.perf_counter()
+        binding("r", blocks)
+        took.append(time.perf_counter() - began)
+    assert min(took) < 0.002
 
 
 @pytest.mark.parametrize("value", [None, 1, "", "a" * 31, "a" * 33, ["a" * 32]])
@@ -128,21 +176,47 @@ def port(handed: HandedOver) -> Iterator[int]:
 
 
 def test_a_claim_over_the_wire(handed: HandedOver, token: str, port: int) -> None:
-    asked = peer.claim(HOST, port, token, "d", 5.0)
+    asked = peer.claim(HOST, port, token, "d", BINDING, 5.0)
     assert (asked.stands_s, asked.reason, asked.address) == (30, None, (HOST, port))
     assert asked.asked > 0
+    asked = peer.claim(HOST, port, token, "d", binding("r", [[1]]), 5.0)
+    assert (asked.stands_s, asked.reason) == (None, Reason.NOT_HANDED_OVER)
     handed.end("r")
-    asked = peer.claim(HOST, port, token, "d", 5.0)
+    asked = peer.claim(HOST, port, token, "d", BINDING, 5.0)
     assert (asked.stands_s, asked.reason) == (None, Reason.EXPIRED)
 
 
+def test_a_d_of_an_older_release_claims_as_it_did(
+    handed: HandedOver, token: str, port: int
+) -> None:
+    """It does not say what it reads; what it would not understand it is not answered."""
+    assert peer.claim(HOST, port, token, "d", None, 5.0).stands_s == 30
+    channel = SideChannel(KeptTurns(), "p", 1, {}, b"get_meta", lambda: 0.0, handed=handed)
+    (answer,) = channel.answer(msgspec.msgpack.encode((b"bidir_claim/1", token, "d")))
+    assert msgspec.msgpack.decode(answer) == 30
+    (answer,) = channel.answer(msgspec.msgpack.encode((b"bidir_claim/1", token, "d1")))
+    assert msgspec.msgpack.decode(answer) is None
+
+
 @pytest.mark.parametrize("names", [("", "d"), ("r", ""), ("r" * (MAX_NAME + 1), "d"), (1, "d")])
+@pytest.mark.parametrize("form", [(b"bidir_claim/1",), (b"bidir_claim/2", BINDING)], ids=len)
 def test_a_claim_that_names_nothing_is_not_understood(
-    handed: HandedOver, names: tuple[object, object]
+    handed: HandedOver, names: tuple[object, object], form: tuple[bytes, ...]
 ) -> None:
     channel = SideChannel(KeptTurns(), "p", 1, {}, b"get_meta", lambda: 0.0, handed=handed)
     with pytest.raises(MalformedMessageError):
-        channel.answer(msgspec.msgpack.encode((b"bidir_claim/1", *names)))
+        channel.answer(msgspec.msgpack.encode((form[0], *names, *form[1:])))
+
+
+@pytest.mark.parametrize("named", [None, "ab", 1, b"a" * 65, [b"a"]])
+def test_a_binding_that_is_none_is_not_understood(
+    handed: HandedOver, token: str, named: object
+) -> None:
+    """Nor is it taken for a claim that says nothing of blocks."""
+    channel = SideChannel(KeptTurns(), "p", 1, {}, b"get_meta", lambda: 0.0, handed=handed)
+    for rest in ((named,), (), (BINDING, BINDING)):
+        with pytest.raises(MalformedMessageError):
+            channel.answer(msgspec.msgpack.encode((b"bidir_claim/2", token, "d", *rest)))
 
 
 @pytest.mark.parametrize("answer", [-1.0, math.inf, math.nan, "soon", True, [1.0]])
@@ -151,8 +225,10 @@ def test_an_answer_that_is_no_time_is_not_believed(answer: object) -> None:
         read_claim(msgspec.msgpack.encode(answer))
 
 
-def test_p_lists_what_it_hands_over_until_its_blocks_are_freed(model: Path) -> None:
-    p = Engine(model, "p")
+@pytest.mark.parametrize("groups", [1, 2])
+def test_p_lists_what_it_hands_over_until_its_blocks_are_freed(model: Path, groups: int) -> None:
+    """Of a sliding window the blocks that are left, which is what its params name."""
+    p = Engine(model, "p", groups=GROUPS[:groups])
     request = p.add(list(range(100)), FIRST_TURN)
     while not request.is_finished():
         p.step()
@@ -161,13 +237,18 @@ def test_p_lists_what_it_hands_over_until_its_blocks_are_freed(model: Path) -> N
     channel = SideChannel(
         p.bidir.kept, "p", 1, {}, b"get_meta", time.perf_counter, handed=p.bidir.handed
     )
-    ask = ask_claim(params[PARAM], "d")
+    params = json.loads(json.dumps(params))
+    named = binding(params["remote_request_id"], params["remote_block_ids"])
+    ask = ask_claim(params[PARAM], "d", named)
     stands_s = read_claim(channel.answer(ask)[0])
-    assert stands_s is not None and 20 < stands_s <= 30, "kv_lease_duration"
+    assert isinstance(stands_s, float) and 20 < stands_s <= 30, "kv_lease_duration"
+    assert len(params["remote_block_ids"]) == groups
+    other = ask_claim(params[PARAM], "d", binding("r", [[1]] * groups))
+    assert read_claim(channel.answer(other)[0]) is Reason.NOT_HANDED_OVER
     freed = p.free_blocks
     p.expire(request.request_id)
     assert p.free_blocks > freed
-    assert read_claim(channel.answer(ask)[0]) is None
+    assert read_claim(channel.answer(ask)[0]) is Reason.EXPIRED
     assert len(p.bidir.handed) == 0
 
 

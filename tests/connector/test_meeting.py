@@ -10,8 +10,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+from vllm.bidir.connector import peer
 from vllm.bidir.connector.agents import digest
+from vllm.bidir.connector.greeting import Greeting
 from vllm.bidir.connector.meeting import MeetingWorker
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
@@ -59,6 +62,9 @@ class Bare(MeetingWorker):
         self.kv_caches_base_addr: dict[str, Any] = {}
         self.dst_num_blocks: dict[str, int] = {}
         self.silent = threading.Event()
+
+    def _hear_greeting(self, *_: Any) -> None:
+        """There is no side channel."""
 
     def shutdown(self) -> None:
         self.silent.set()
@@ -224,3 +230,32 @@ def test_an_engine_is_not_forgotten_while_it_is_read_from(bare: Bare) -> None:
     bare._recving_transfers.clear()
     assert bare.forget("d")
     assert bare.forget("d"), "it is forgotten already"
+
+
+def test_an_engine_binds_claims_if_the_process_that_was_met_says_so(
+    bare: Bare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meet(bare, "p2")
+    agent = digest(b"p2@10.0.0.1")
+    for binds in (True, False, True):
+        monkeypatch.setattr(peer, "greeting", lambda *_, said=binds: Greeting(agent, said))
+        MeetingWorker._hear_greeting(bare, ADDRESS, "p2", [(0, 0)])
+        assert bare.binds_claims("p2") is binds
+    bare.forget("p2")
+    assert not bare.binds_claims("p2")
+
+
+def test_an_engine_that_is_only_told_something_says_for_itself_whether_it_binds(
+    bare: Bare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the last of its pipeline's ranks, as agents are remembered."""
+    asked: list[Any] = []
+
+    def greeting(host: str, port: int, ask: bytes, timeout_s: float) -> Greeting:
+        asked.append((host, port, *msgspec.msgpack.decode(ask)))
+        return Greeting(b"any", True)
+
+    monkeypatch.setattr(peer, "greeting", greeting)
+    MeetingWorker._hear_greeting(bare, ADDRESS, "p2", [(0, 1), (1, 1)])
+    assert asked == [(*ADDRESS, b"get_meta_msg", 1, 1)]
+    assert bare.binds_claims("p2")

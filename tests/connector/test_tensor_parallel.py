@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
-from vllm.bidir.connector import listener
+from vllm.bidir.connector import greeting, listener
+from vllm.bidir.connector.binding import binding
+from vllm.bidir.connector.claiming import ClaimOrder
 from vllm.bidir.connector.decision import Source
+from vllm.bidir.connector.handed import HandedOver
 from vllm.bidir.connector.kept import KeptTurn, KeptTurns
 from vllm.bidir.connector.leases import LeaseOptions, Leases
 from vllm.bidir.connector.listener import start_listener
@@ -62,6 +64,8 @@ class Heard:
     outcome: Outcome | None = None
     invalid: set[int] = field(default_factory=set)
     writers: list[int] = field(default_factory=list)
+    # Why a rank has lost a handover.
+    handovers: list[str] = field(default_factory=list)
 
 
 class Engine:
@@ -83,17 +87,18 @@ class Engine:
         payloads = {
             (0, k): node.worker.xfer_handshake_metadata for k, node in enumerate(self.nodes)
         }
-        encode = msgspec.msgpack.Encoder().encode
+        self.handed = HandedOver()
         self.kept = KeptTurns(Leases(LeaseOptions(60.0, 60.0, 60.0, 100), time.monotonic))
         self.kept.keep(KeptTurn(LEASE, "at-d", tuple(THEIRS), TOKENS, PROOF.digest()), THEIRS)
         channel = SideChannel(
             self.kept,
             name,
             ranks,
-            {at: encode(payload) for at, payload in payloads.items()},
+            greeting.payloads(payloads),
             GET_META_MSG,
             time.perf_counter,
             own_agents(payloads),
+            self.handed,
         )
         with socket.socket() as free:
             free.bind((HOST, 0))
@@ -139,6 +144,23 @@ class Engine:
             metadata.read_backs = {name: order}
             node.worker.start_load_kv(metadata)
 
+    def takes_over(self, p: Engine, blocks: list[int], token: str) -> None:
+        """All ranks are told to read these blocks of request x of P, the last into THEIRS."""
+        for node in self.nodes:
+            metadata = NixlConnectorMetadata()
+            metadata.reqs_to_recv["r"] = ReqMeta(
+                local_block_ids=(THEIRS,),
+                local_physical_block_ids=(THEIRS,),
+                tp_size=len(p.nodes),
+                dcp_size=1,
+                pp_size=1,
+                remote=RemoteMeta(
+                    block_ids=(blocks,), host=HOST, port=p.port, engine_id=p.name, request_id="x"
+                ),
+            )
+            metadata.claims = {"r": ClaimOrder(token, "d/1")}
+            node.worker.start_load_kv(metadata)
+
     def hears(self, until: Callable[[Heard], bool], name: str = "r") -> Heard:
         """Steps of all ranks, until the scheduler has heard that."""
         heard, end = Heard(), time.monotonic() + 30
@@ -155,6 +177,7 @@ class Engine:
                 report = worker.take_report()
                 if report is not None:
                     heard.writers += report.writers.values()
+                    heard.handovers += [str(one.reason) for one in report.lost.values()]
                     reports.aggregate(report)
             if len(finished) == len(self.nodes):
                 heard.outcome = reports.outcomes.get(name, Outcome(None))
@@ -283,19 +306,7 @@ def test_ranks_that_share_a_head_each_read_it(engine: Made) -> None:
 def test_a_handover_brings_each_head_to_its_place(engine: Made, p_ranks: int, d_ranks: int) -> None:
     p, d = engine("p", p_ranks, "BLHNC"), engine("d", d_ranks, "BLHNC")
     before = d.all_blocks()
-    for node in d.nodes:
-        metadata = NixlConnectorMetadata()
-        metadata.reqs_to_recv["r"] = ReqMeta(
-            local_block_ids=(THEIRS,),
-            local_physical_block_ids=(THEIRS,),
-            tp_size=p_ranks,
-            dcp_size=1,
-            pp_size=1,
-            remote=RemoteMeta(
-                block_ids=([1, 2, *OURS],), host=HOST, port=p.port, engine_id="p", request_id="x"
-            ),
-        )
-        node.worker.start_load_kv(metadata)
+    d.takes_over(p, [1, 2, *OURS], hands_over(p))
     assert d.hears(over).invalid == set()
     for theirs, ours in zip(THEIRS, OURS, strict=True):
         assert torch.equal(d.block(theirs), p.block(ours))
@@ -311,6 +322,25 @@ def test_a_handover_brings_each_head_to_its_place(engine: Made, p_ranks: int, d_
 
         wait_until(all_told)
         assert told == [f"x:{readers}".encode()] * readers
+
+
+@pytest.mark.parametrize(("p_ranks", "d_ranks"), [(2, 1), (1, 2), (2, 2)])
+def test_no_rank_takes_over_what_was_not_handed_over(
+    engine: Made, p_ranks: int, d_ranks: int
+) -> None:
+    """Each of them claims, and says what it was told to read."""
+    p, d = engine("p", p_ranks), engine("d", d_ranks)
+    d.takes_over(p, [1, 3, *OURS], hands_over(p))
+    heard = d.hears(over)
+    assert heard.handovers == ["not_handed_over"] * d_ranks
+    assert heard.invalid == set(THEIRS)
+    assert [node.worker.nixl_wrapper.get_new_notifs() for node in p.nodes] == [{}] * p_ranks
+
+
+def hands_over(p: Engine) -> str:
+    """Request x, of which D needs all but two blocks; its token."""
+    named = binding("x", ([1, 2, *OURS],))
+    return p.handed.add("x", time.perf_counter() + 30, named)
 
 
 class Transfers:

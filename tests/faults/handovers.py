@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -9,11 +10,24 @@ import httpx
 from tests.e2e.oracle import IDS, Compared, ask
 from tests.e2e.turns import http, metric
 from tests.faults.conftest import BLOCKS
-from tests.faults.turns import FIRST_TURN, check_right, prefill, rests, tokens
+from tests.faults.turns import FIRST_TURN, check_right, decode, prefill, rests, tokens
 from tools.cluster import Cluster, Engine
 
 # Tokens of a block (an engine on CPUs), and of a prompt that fits the engines' length.
 BLOCK, LONG = 128, 1900
+
+# What somebody may make of the params that he was given himself, and of what he can guess of those
+# that somebody else was given.
+Forge = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
+FORGED: dict[str, Forge] = {
+    "another's blocks": lambda own, others: {**own, "remote_block_ids": others["remote_block_ids"]},
+    "another's request": lambda own, others: {
+        **own,
+        "remote_request_id": others["remote_request_id"],
+    },
+    "all of another's but the token": lambda own, others: {**others, "claim": own["claim"]},
+    "no token": lambda own, others: {name: others[name] for name in others if name != "claim"},
+}
 
 
 def post(d: Engine, prompt: list[int], params: Any) -> httpx.Response:
@@ -30,8 +44,8 @@ def overwrite(p: Engine) -> None:
         ask(p, IDS, tokens(("other", number), LONG), max_tokens=1)
 
 
-def lost(d: Engine) -> float:
-    return metric(d, "vllm:bidir_lost_handovers_total", reason="expired")
+def lost(d: Engine, reason: str = "expired") -> float:
+    return metric(d, "vllm:bidir_lost_handovers_total", reason=reason)
 
 
 def fails(d: Engine, prompt: list[int], params: Any, compared: Compared) -> None:
@@ -58,3 +72,20 @@ def comes_too_late(pair: Cluster, compared: Compared) -> None:
     rests(p)
     overwrite(p)
     refused(d, prompt, handed, compared)
+
+
+def names_anothers(pair: Cluster, compared: Compared, forged: str) -> None:
+    """P keeps two prompts, and D is sent for the one what was handed over with the other."""
+    p, d = pair.prefill[0], pair.decode[0]
+    prompt, private = tokens(("own", forged), 600), tokens(("another's", forged), 600)
+    others = prefill(p, private, FIRST_TURN)
+    own = prefill(p, prompt, FIRST_TURN)
+    before = lost(d, "not_handed_over")
+    answer = post(d, prompt, FORGED[forged](own, others))
+    assert answer.status_code == httpx.codes.INTERNAL_SERVER_ERROR, answer.text
+    said, _ = decode(d, private, others)
+    rests(p)
+    rests(d)
+    check_right(d, prompt, compared)
+    check_right(d, private + said[:1], compared)
+    assert lost(d, "not_handed_over") == before + 1

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.oracle import Compared
 from tests.faults.conftest import BLOCKS, TTL_S
-from tests.faults.handovers import comes_too_late, fails
+from tests.faults.handovers import FORGED, comes_too_late, fails, names_anothers
 from tests.faults.turns import FIRST_TURN, check_right, clear_cache, decode, prefill, rests, tokens
 from tools.cluster import Cluster, ClusterOptions, cluster
 from tools.cluster.model import ModelShape, make_model
@@ -53,6 +53,13 @@ def test_a_d_that_comes_too_late_does_not_use_what_it_finds(
     hybrid: Cluster, compared: Compared
 ) -> None:
     comes_too_late(hybrid, compared)
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_nobody_is_answered_from_anothers_prompt(
+    hybrid: Cluster, compared: Compared, forged: str
+) -> None:
+    names_anothers(hybrid, compared, forged)
 
 
 @pytest.mark.parametrize(

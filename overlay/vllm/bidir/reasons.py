@@ -24,6 +24,7 @@ class Reason(str, Enum):
     HOLD_LOST = "hold_lost"
     TIMEOUT = "timeout"
     TRANSFER_FAILED = "transfer_failed"
+    NOT_HANDED_OVER = "not_handed_over"
     PEER_GONE = "peer_gone"
     MEETING = "meeting"
     SLOW_LINK = "slow_link"

@@ -4,6 +4,10 @@
     READ posted --------------------> READ done --> counts, and P is told that it may free them
          \\--CLAIM--> "for 25 s" or "gone" --/  \\--> lost: as a load that has failed
 
+What is claimed are these blocks of this request of P's (binding.py): P knows what it has handed
+over, and D knows only what came with its own request. So nothing is read unclaimed of a P that
+binds claims, and P is told nothing in the name of a request that was not claimed.
+
 P is asked while NIXL reads: its answer is waited for only where that takes longer. It says for how
 long the blocks stay at the least; a READ that ends later is asked about again, when it has ended.
 
@@ -20,6 +24,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vllm.bidir.connector.binding import binding
 from vllm.bidir.connector.outcome import LostHandover, WorkerReport
 from vllm.bidir.connector.peer import Asked
 from vllm.bidir.connector.questions import Questions, drain
@@ -28,6 +33,7 @@ from vllm.bidir.reasons import Reason
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
+    from vllm.bidir.connector.meeting import Address
     from vllm.bidir.connector.stats import BidirStats
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
         NixlConnectorMetadata,
@@ -39,6 +45,8 @@ logger = init_logger(__name__)
 
 # Of so many handovers it is remembered that P has been told.
 _TOLD = 4096
+# Answers that asking once more would not change.
+_FINAL = (Reason.EXPIRED, Reason.NOT_HANDED_OVER)
 
 
 @dataclass(frozen=True)
@@ -53,14 +61,17 @@ class ClaimOrder:
 class _Claim:
     """A handover that is being read, or of which nothing is needed (not `reads`).
 
-    `notices` are for the ranks of P that it is read from, by rank. `asked_at` and `read_at`
-    (monotonic seconds): when P was asked last, and when all of it was found to be there. `insists`:
-    P has been asked once more, since it had not answered.
+    `address` is where its engine was met, which the params need not say; `binding` names what they
+    do say, None where P does not compare. `notices` are for the ranks of P that it is read from, by
+    rank. `asked_at` and `read_at` (monotonic seconds): when P was asked last, and when all of it
+    was found to be there. `insists`: P has been asked once more, since it had not answered.
     """
 
     order: ClaimOrder
     remote: RemoteMeta
     reads: bool
+    address: Address
+    binding: bytes | None
     notices: list[tuple[int, bytes]] = field(default_factory=list)
     answer: Asked | None = None
     asked_at: float = 0.0
@@ -101,11 +112,23 @@ class ClaimingWorker(ReadingWorker):
 
     def _read_blocks_for_req(self, req_id: str, meta: ReqMeta) -> None:
         order = self._claimable.pop(req_id, None)
+        remote, reads = meta.remote, any(map(len, meta.local_block_ids))
+        assert remote is not None  # as ordered
+        binds = self.binds_claims(remote.engine_id)
         if order is None:
-            super()._read_blocks_for_req(req_id, meta)
+            if binds:
+                self._refuse_unclaimed(req_id, remote.engine_id, reads)
+            else:
+                super()._read_blocks_for_req(req_id, meta)
             return
-        assert meta.remote is not None  # as ordered
-        claim = _Claim(order, meta.remote, any(map(len, meta.local_block_ids)))
+        claim = _Claim(
+            order,
+            remote,
+            reads,
+            self._addresses.get(remote.engine_id, (remote.host, remote.port)),
+            # Before the base puts kernels' blocks in their place.
+            binding(remote.request_id, remote.block_ids) if binds else None,
+        )
         if not claim.reads:
             claim.read_at = time.monotonic()
         self._claims[req_id], self._posting = claim, req_id
@@ -127,9 +150,10 @@ class ClaimingWorker(ReadingWorker):
 
     def _ask(self, request_id: str, claim: _Claim) -> None:
         claim.answer, claim.asked_at = None, time.monotonic()
-        address = (claim.remote.host, claim.remote.port)
         order = claim.order
-        self._questions.claim(request_id, address, order.token, order.reader, claim.insists)
+        self._questions.claim(
+            request_id, claim.address, order.token, order.reader, claim.binding, claim.insists
+        )
 
     def _take_answers(self) -> None:
         for request_id, asked in drain(self._questions.claims):
@@ -164,7 +188,7 @@ class ClaimingWorker(ReadingWorker):
                 self._lose_handover(request_id, claim, Reason.TIMEOUT)
             return False
         if answer.stands_s is None:
-            if answer.reason is Reason.EXPIRED or claim.insists:
+            if answer.reason in _FINAL or claim.insists:
                 self._lose_handover(request_id, claim, answer.reason or Reason.EXPIRED)
             else:
                 # It was busy, or another that was has had it taken for silent.
@@ -181,8 +205,18 @@ class ClaimingWorker(ReadingWorker):
         if claim.reads:
             self._report.lost[request_id] = LostHandover(claim.remote.engine_id, reason)
             self._handle_failed_transfer(request_id, None)
+            return
+        if reason is Reason.NOT_HANDED_OVER:
+            _log_untold(request_id)
+        self._drop_claim(request_id)  # P frees it without this one's word
+
+    def _refuse_unclaimed(self, request_id: str, engine_id: str, reads: bool) -> None:
+        """Its params came without the token that this P gives with all that it hands over."""
+        if reads:
+            self._report.lost[request_id] = LostHandover(engine_id, Reason.NOT_HANDED_OVER)
         else:
-            self._drop_claim(request_id)  # P frees it without this one's word
+            _log_untold(request_id)
+        self._handle_failed_transfer(request_id, None)
 
     def _tell(self, token: str) -> None:
         """P may free what has been read, unless another request of this rank still reads it."""
@@ -218,3 +252,12 @@ class ClaimingWorker(ReadingWorker):
     def busy_engines(self) -> set[str]:
         reading = {one.remote.engine_id for one in list(self._claims.values()) if one.reads}
         return super().busy_engines() | reading
+
+
+def _log_untold(request_id: str) -> None:
+    """Of a handover of which nothing is needed; the scheduler logs the others."""
+    logger.warning(
+        "handover req=%s: P has not handed over what its params name, and is not told that it "
+        "may free it",
+        request_id,
+    )

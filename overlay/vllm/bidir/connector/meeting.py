@@ -9,18 +9,20 @@ handshake.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
-from vllm.bidir.connector import agents, layout
+from vllm.bidir.connector import agents, layout, peer
 from vllm.bidir.connector.failed_loads import FailingWorker
 from vllm.bidir.connector.nixl_config import configured, delay_us
 from vllm.bidir.connector.options import read_options
 from vllm.bidir.connector.ranks import UnlikePeerError
 from vllm.bidir.connector.rows import RowHandles, join_blocks, parts_of, row_of
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+    GET_META_MSG,
     NixlAgentMetadata,
     NixlConnectorMetadata,
     ReqMeta,
@@ -40,6 +42,8 @@ Address = tuple[str, int]
 
 # So many peers may be silent at once before a handshake waits for another peer's.
 _HANDSHAKES = 64
+# Seconds that an engine has for an answer, in the base's handshake too.
+_GREETING_S = 5.0
 # Of so many ranks it is remembered that their blocks cannot be read.
 _UNLIKE = 4096
 
@@ -71,6 +75,8 @@ class MeetingWorker(FailingWorker):
         self._nixl_entry = threading.Lock()
         self._addresses: dict[str, Address] = {}
         self._agents: dict[str, dict[int, bytes]] = {}
+        # Engines that compare what is claimed with what they have handed over.
+        self._binding_engines: set[str] = set()
         # NIXL's names of ranks that are being met.
         self._half_met: dict[str, list[str]] = {}
         # Ranks, and the size of the engine that each was taken for.
@@ -173,12 +179,35 @@ class MeetingWorker(FailingWorker):
         """Runs in a thread of its own for each peer."""
         try:
             found = super()._nixl_handshake(host, port, remote_tp_size, expected_engine_id, *more)
+            self._hear_greeting((host, port), expected_engine_id, found[0])
         except Exception:
             self._forget_half_met(expected_engine_id)
             raise
         self._half_met.pop(expected_engine_id, None)
         self._addresses[expected_engine_id] = (host, port)
         return found
+
+    def _hear_greeting(
+        self, address: Address, engine_id: str, met: Iterable[tuple[int, int]]
+    ) -> None:
+        """What the engine says of itself to which these ranks belong, the last one met last.
+
+        RuntimeError if another process answers there by now.
+        """
+        *_, (pp_rank, tp_rank) = met
+        ask = msgspec.msgpack.encode((GET_META_MSG, pp_rank, tp_rank))
+        said = peer.greeting(*address, ask, _GREETING_S)
+        # None are remembered of an engine that is only told something.
+        if self._agents.get(engine_id, {}).get(tp_rank, said.agent) != said.agent:
+            raise RuntimeError(f"engine {engine_id} has been started anew while it was being met")
+        if said.binds:
+            self._binding_engines.add(engine_id)
+        else:
+            self._binding_engines.discard(engine_id)
+
+    def binds_claims(self, engine_id: str) -> bool:
+        """Whether an engine that was met compares what is claimed with what it has handed over."""
+        return engine_id in self._binding_engines
 
     def _forget_half_met(self, engine_id: str) -> None:
         """What a handshake leaves that failed on its way.
@@ -304,6 +333,7 @@ class MeetingWorker(FailingWorker):
         return name
 
     def _cleanup_remote_engine(self, engine_id: str, *, log_eviction: bool = True) -> None:
+        self._binding_engines.discard(engine_id)
         self._addresses.pop(engine_id, None)
         self._agents.pop(engine_id, None)
         self._rows.forget(engine_id)

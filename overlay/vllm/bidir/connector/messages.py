@@ -6,8 +6,13 @@ P asks D about a read-back, D asks P about a handover:
     HOLD     [HOLD, lease_id]             -> [epoch, engine_id, agents, tp_size, block_ids,
                                               valid_tokens, digest]
     CONFIRM  [CONFIRM, lease_id, epoch]   -> true or false
-    CLAIM    [CLAIM, token, reader]       -> seconds for which it stands at the least; 0: it stands
+    CLAIM    [CLAIM, token, reader,
+              binding]                    -> seconds for which it stands at the least; 0: it stands;
+                                             false: P has handed over something else (binding.py)
+    CLAIM_1  [CLAIM_1, token, reader]     -> the same, of a D that does not say what it reads
     gone, or not understood               -> nil
+
+CLAIM_1 is asked, and answered, where the other node is of an older release (greeting.py).
 
 The base's own message is [GET_META, pp_rank, tp_rank] and is answered as the base answers it.
 """
@@ -21,13 +26,16 @@ from typing import Any, TypeVar
 import msgspec
 from vllm.bidir.connector.handed import HandedOver
 from vllm.bidir.connector.kept import KeptTurns
+from vllm.bidir.reasons import Reason
 
 HOLD = b"bidir_hold/1"
 CONFIRM = b"bidir_confirm/1"
-CLAIM = b"bidir_claim/1"
+CLAIM = b"bidir_claim/2"
+CLAIM_1 = b"bidir_claim/1"
 _MAX_LEASE_ID = 64
 # Of what a claim names.
 MAX_NAME = 256
+_MAX_BINDING = 64
 _MAX_MESSAGE = 4096
 
 _T = TypeVar("_T")
@@ -49,7 +57,9 @@ class HoldAnswer(msgspec.Struct, array_like=True, frozen=True):
 
 _HOLD_ANSWER = msgspec.msgpack.Decoder(HoldAnswer | None)
 _CONFIRM_ANSWER = msgspec.msgpack.Decoder(bool | None)
-_CLAIM_ANSWER = msgspec.msgpack.Decoder(float | None)
+_CLAIM_ANSWER = msgspec.msgpack.Decoder(float | bool | None)
+# What is answered to a claim that does not stand.
+_REFUSED: dict[Reason, bool | None] = {Reason.EXPIRED: None, Reason.NOT_HANDED_OVER: False}
 
 
 class MalformedMessageError(Exception):
@@ -64,8 +74,11 @@ def ask_confirm(lease_id: str, epoch: int) -> bytes:
     return _encode((CONFIRM, lease_id, epoch))
 
 
-def ask_claim(token: str, reader: str) -> bytes:
-    return _encode((CLAIM, token, reader))
+def ask_claim(token: str, reader: str, binding: bytes | None) -> bytes:
+    """`binding` is None for a P that does not compare it."""
+    if binding is None:
+        return _encode((CLAIM_1, token, reader))
+    return _encode((CLAIM, token, reader, binding))
 
 
 def read_hold(answer: bytes) -> HoldAnswer | None:
@@ -78,12 +91,16 @@ def read_confirm(answer: bytes) -> bool:
     return bool(_decode(_CONFIRM_ANSWER, answer))
 
 
-def read_claim(answer: bytes) -> float | None:
-    """Seconds for which the handover stands at the least, None if it is gone."""
-    stands_s = _decode(_CLAIM_ANSWER, answer)
-    if stands_s is not None and not 0 <= stands_s < math.inf:
-        raise MalformedMessageError(f"{stands_s} s")
-    return stands_s
+def read_claim(answer: bytes) -> float | Reason:
+    """Seconds for which the handover stands at the least, or why it does not."""
+    found = _decode(_CLAIM_ANSWER, answer)
+    if found is None:
+        return Reason.EXPIRED
+    if found is False:
+        return Reason.NOT_HANDED_OVER
+    if found is True or not 0 <= found < math.inf:
+        raise MalformedMessageError(f"{found} s")
+    return found
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[_T], answer: bytes) -> _T:
@@ -135,14 +152,22 @@ class SideChannel:
             return [_encode(self._hold(rest[0]))]
         if word == CONFIRM and len(rest) == 2 and _is_lease(rest[0]) and type(rest[1]) is int:
             return [_encode(self._kept.confirm(rest[0], rest[1]))]
-        if word == CLAIM and len(rest) == 2 and all(_is_name(name) for name in rest):
-            return [_encode(self._handed.claim(rest[0], rest[1]))]
+        if word == CLAIM and len(rest) == 3 and _is_binding(rest[2]):
+            return self._claim(*rest)
+        if word == CLAIM_1 and len(rest) == 2:
+            return self._claim(*rest)
         if word == self._get_meta and len(rest) == 2 and all(type(rank) is int for rank in rest):
             payload = self._metadata.get((rest[0], rest[1]))
             if payload is None:
                 raise MalformedMessageError(f"no rank {rest}")
             return [payload, _encode(self._clock())]
         raise MalformedMessageError("unknown word or wrong arguments")
+
+    def _claim(self, token: Any, reader: Any, binding: bytes | None = None) -> list[bytes]:
+        if not (_is_name(token) and _is_name(reader)):
+            raise MalformedMessageError("a claim that names nothing")
+        found = self._handed.claim(token, reader, binding)
+        return [_encode(_REFUSED[found] if isinstance(found, Reason) else found)]
 
     def _hold(self, lease_id: str) -> HoldAnswer | None:
         hold = self._kept.hold(lease_id)
@@ -162,6 +187,10 @@ class SideChannel:
 
 def _is_name(value: object) -> bool:
     return isinstance(value, str) and 0 < len(value) <= MAX_NAME
+
+
+def _is_binding(value: object) -> bool:
+    return isinstance(value, bytes) and len(value) <= _MAX_BINDING
 
 
 def _is_lease(value: object) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import zmq
 from vllm.bidir.connector.decision import Source
+from vllm.bidir.connector.greeting import Greeting, read_greeting
 from vllm.bidir.connector.messages import (
     HoldAnswer,
     MalformedMessageError,
@@ -63,14 +64,25 @@ def confirm(host: str, port: int, lease_id: str, epoch: int, timeout_s: float) -
     return _ask(host, port, ask_confirm(lease_id, epoch), timeout_s, understand)
 
 
-def claim(host: str, port: int, token: str, reader: str, timeout_s: float) -> Asked:
-    """CLAIM. A handover that is gone, or another reader's, is Reason.EXPIRED."""
+def claim(
+    host: str, port: int, token: str, reader: str, binding: bytes | None, timeout_s: float
+) -> Asked:
+    """CLAIM. A handover that is gone, or another reader's, is Reason.EXPIRED; one of other blocks
+    is Reason.NOT_HANDED_OVER."""
 
     def understand(frame: bytes) -> Asked:
-        stands_s = read_claim(frame)
-        return Asked(stands_s=stands_s, reason=Reason.EXPIRED if stands_s is None else None)
+        found = read_claim(frame)
+        return Asked(reason=found) if isinstance(found, Reason) else Asked(stands_s=found)
 
-    return _ask(host, port, ask_claim(token, reader), timeout_s, understand)
+    return _ask(host, port, ask_claim(token, reader, binding), timeout_s, understand)
+
+
+def greeting(host: str, port: int, handshake: bytes, timeout_s: float) -> Greeting:
+    """What is said in answer to this message of the base's that asks for a handshake.
+
+    Raises MalformedMessageError, zmq.ZMQError or OSError.
+    """
+    return read_greeting(_exchange(host, port, handshake, timeout_s))
 
 
 _FAILURES = (zmq.ZMQError, MalformedMessageError, ValueError, OSError)

@@ -100,9 +100,11 @@ class Questions:
         address: tuple[str, int],
         token: str,
         reader: str,
+        binding: bytes | None,
         insists: bool = False,
     ) -> None:
-        """Ask P at `address` whether the handover with this token stands for this reader.
+        """Ask P at `address` whether the handover with this token stands for this reader, and is
+        of what `binding` names; None: of a P that does not compare.
 
         One that was lately silent is asked only by who insists.
         """
@@ -110,15 +112,20 @@ class Questions:
             _ask,
             self.claims,
             request_id,
-            lambda: self._claim(address, token, reader, insists),
+            lambda: self._claim(address, token, reader, binding, insists),
         )
 
     def _claim(
-        self, address: tuple[str, int], token: str, reader: str, insists: bool
+        self,
+        address: tuple[str, int],
+        token: str,
+        reader: str,
+        binding: bytes | None,
+        insists: bool,
     ) -> peer.Asked:
         if self._closed or (address in self._silent and not insists):
             return peer.Asked(reason=Reason.PEER_GONE, asked=time.monotonic())
-        asked = peer.claim(*address, token, reader, self._timeout_s)
+        asked = peer.claim(*address, token, reader, binding, self._timeout_s)
         # At once: others wait for these threads.
         self.note(asked)
         return asked

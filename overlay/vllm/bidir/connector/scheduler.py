@@ -18,7 +18,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from vllm.bidir.connector import agents, handed, support
+from vllm.bidir.connector import agents, greeting, handed, support
+from vllm.bidir.connector.binding import binding
 from vllm.bidir.connector.claiming import ClaimOrder
 from vllm.bidir.connector.decision import Match, gain, match
 from vllm.bidir.connector.failed_loads import FailedLoads
@@ -373,7 +374,8 @@ class BidirScheduler(NixlPullConnectorScheduler):
                 params = {**params, "readback": 1, agents.PARAM: agents.to_params(self._agents)}
                 if keeps:
                     until = self._reqs_need_send[request.request_id]
-                    params[handed.PARAM] = self.handed.add(request.request_id, until)
+                    named = binding(params["remote_request_id"], params["remote_block_ids"])
+                    params[handed.PARAM] = self.handed.add(request.request_id, until, named)
                 # Its reader may be done at any time.
                 due, interval = 0.0, self._kv_lease_duration / 10
             else:
@@ -501,11 +503,14 @@ class BidirScheduler(NixlPullConnectorScheduler):
 
     def _lose_handover(self, request_id: str, lost: LostHandover) -> None:
         self.stats.record_lost_handover(str(lost.reason))
+        why = "P does not say that it had the blocks until they were read"
+        if lost.reason is Reason.NOT_HANDED_OVER:
+            why = "P has not handed over what its params name"
         logger.warning(
-            "handover req=%s peer=%s: P does not say that it had the blocks until they were read; "
-            "they count as not loaded, reason=%s",
+            "handover req=%s peer=%s: %s; they count as not loaded, reason=%s",
             request_id,
             lost.engine_id,
+            why,
             lost.reason,
         )
 
@@ -535,12 +540,9 @@ class BidirScheduler(NixlPullConnectorScheduler):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """Serve handshakes, HOLD, CONFIRM and CLAIM from one thread that no message can end."""
-        encoder = msgspec.msgpack.Encoder()
-        encoded: dict[tuple[int, int], bytes] = {}
-        for ranks, payload in metadata.items():
+        for payload in metadata.values():
             if not isinstance(payload, NixlHandshakePayload):
                 raise ValueError(f"expected a NixlHandshakePayload, found {type(payload)}")
-            encoded[ranks] = encoder.encode(payload)
         if self._listening:
             return
         self._listening = True
@@ -549,7 +551,7 @@ class BidirScheduler(NixlPullConnectorScheduler):
             self.kept,
             self.engine_id,
             self.vllm_config.parallel_config.tensor_parallel_size,
-            encoded,
+            greeting.payloads(metadata),
             GET_META_MSG,
             time.perf_counter,
             self._agents,

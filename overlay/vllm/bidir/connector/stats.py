@@ -77,7 +77,8 @@ class BidirStats(NixlKVConnectorStats):
         self._add(RECOMPUTE, reason, verified, 0, computed)
 
     def record_lost_handover(self, reason: str) -> None:
-        """What D has read of a prompt is not used: P does not say that it still had it."""
+        """D does not use what it was to read of a prompt: P does not say that it still had it, or
+        has not handed it over."""
         self.data[_LOST].append(reason)
 
     def record_leases(self, totals: dict[str, Any]) -> None:
@@ -123,8 +124,8 @@ class BidirPromMetrics(NixlPromMetrics):
         )
         self._lost = self._counter_cls(
             name="vllm:bidir_lost_handovers",
-            documentation="Handovers that a decode node has read and does not use, by reason: the "
-            "prefill node did not say that it still had the prompt's blocks.",
+            documentation="Handovers that a decode node does not use, by reason: the prefill node "
+            "did not say that it still had the blocks, or has not handed over what was named.",
             labelnames=[*labelnames, "reason"],
         )
         by_direction = [*labelnames, "direction"]

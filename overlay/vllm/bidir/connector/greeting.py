@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine's handshake says beyond the base's words: whether it binds what is claimed.
+
+Params, which say that a handover can be claimed, come with a request: who leaves the token out, or
+puts another's in, must not have D take this P for one that cannot be asked. Nor can D just ask: a
+message that a stock node does not know ends its listener. So an engine says it in its handshake, in
+a field that decoders of other releases pass over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from vllm.bidir.connector import agents
+from vllm.bidir.connector.messages import MalformedMessageError
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
+
+# The newest form of CLAIM that it answers; see messages.py.
+_BOUND = 2
+_encode = msgspec.msgpack.Encoder().encode
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """Which NIXL agent answers a handshake (agents.py), and whether its engine binds claims."""
+
+    agent: bytes
+    binds: bool
+
+
+class _Payload(msgspec.Struct):
+    agent_metadata_bytes: bytes
+    bidir_claim: int = 1
+
+
+class _Metadata(msgspec.Struct):
+    agent_metadata: bytes
+
+
+_PAYLOAD = msgspec.msgpack.Decoder(_Payload)
+_METADATA = msgspec.msgpack.Decoder(_Metadata)
+
+
+def payloads(metadata: Mapping[Any, NixlHandshakePayload]) -> dict[Any, bytes]:
+    """The base's payloads as they are sent, by rank, and our word with each."""
+    return {
+        ranks: _encode({**asdict(payload), "bidir_claim": _BOUND})
+        for ranks, payload in metadata.items()
+    }
+
+
+def read_greeting(frame: bytes) -> Greeting:
+    """Of a payload of any release; MalformedMessageError for what is none."""
+    try:
+        payload = _PAYLOAD.decode(frame)
+        metadata = _METADATA.decode(payload.agent_metadata_bytes)
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+        raise MalformedMessageError(str(error)) from error
+    return Greeting(agents.digest(metadata.agent_metadata), payload.bidir_claim >= _BOUND)
