@@ -72,6 +72,7 @@ def pair(
     """
     options = ClusterOptions(
         model=model_folder,
+        forked=True,
         prefill=WITHOUT_PREFIX_CACHE,
         decode=WITHOUT_PREFIX_CACHE,
         # An engine that keeps blocks never sleeps, and would slow down all that runs after it.

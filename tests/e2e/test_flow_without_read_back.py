@@ -77,7 +77,10 @@ def variant(
     release, ``base_prefill``: P is.
     """
     options = ClusterOptions(
-        model=model_folder, prefill=WITHOUT_PREFIX_CACHE, decode=WITHOUT_PREFIX_CACHE
+        model=model_folder,
+        forked=True,
+        prefill=WITHOUT_PREFIX_CACHE,
+        decode=WITHOUT_PREFIX_CACHE,
     )
     if request.param == "off":
         options = replace(options, bidirectional=False)

@@ -112,6 +112,7 @@ def cached_pair(
     """P and D with prefix caches, which a wrong block would poison for later requests."""
     options = ClusterOptions(
         model=model_folder,
+        forked=True,
         prefill=RoleOptions(prefix_caching=True),
         kv_connector_extra_config={"decoder_kv_blocks_ttl": 60},
         env={"TORCHDYNAMO_DISABLE": "1"},

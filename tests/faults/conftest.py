@@ -41,6 +41,7 @@ def faulty(
     options = ClusterOptions(
         model=model_folder,
         max_model_len=2048,
+        forked=True,
         kv_connector_extra_config={
             "decoder_kv_blocks_ttl": TTL_S,
             "kv_lease_duration": TTL_S,

@@ -28,6 +28,7 @@ def hybrid(
     options = ClusterOptions(
         model=make_model(tmp_path_factory.mktemp("hybrid"), ModelShape(window=WINDOW)),
         max_model_len=2048,
+        forked=True,
         kv_connector_extra_config={"kv_lease_duration": TTL_S},
         args=("--num-gpu-blocks-override", str(BLOCKS)),
         env={"TORCHDYNAMO_DISABLE": "1", "VLLM_SERVER_DEV_MODE": "1"},

@@ -28,6 +28,7 @@ def leased(
     options = ClusterOptions(
         model=model_folder,
         max_model_len=2048,
+        forked=True,
         kv_connector_extra_config={"kv_recompute_threshold": 0},
         prefill=RoleOptions(prefix_caching=False),
         decode=RoleOptions(

@@ -33,6 +33,7 @@ def ranked(
         model=model_folder,
         max_model_len=2048,
         patient=True,
+        forked=True,
         kv_connector_extra_config={"kv_recompute_threshold": 0, "kv_lease_duration": 4},
         prefill=RoleOptions(prefix_caching=False),
         decode=RoleOptions(

@@ -34,6 +34,7 @@ def engines(
     options = ClusterOptions(
         model=model_folder,
         max_model_len=2048,
+        forked=True,
         kv_connector_extra_config={
             "kv_recompute_threshold": 0,
             "decoder_kv_lease_duration": LEASE_S,

@@ -48,6 +48,7 @@ def four(
         model=model_folder,
         max_model_len=2048,
         patient=True,
+        forked=True,
         kv_connector_extra_config={
             "kv_recompute_threshold": 0,
             "kv_lease_duration": HANDOVER_S,

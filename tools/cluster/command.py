@@ -14,7 +14,7 @@ from tools.cluster.options import ClusterOptions, Device, Role
 from tools.cluster.placement import Slot
 
 _GPU_MEMORY_SHARE = 0.85
-_PATIENT = Path(__file__).parent / "patient"
+_IN_ENGINE = Path(__file__).parent / "in_engine"
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,13 @@ def serve_environment(spec: EngineSpec, base: Mapping[str, str]) -> dict[str, st
             # Between two engines on one GPU, UCX silently reads over TCP without this.
             env["UCX_CUDA_IPC_ENABLE_GET_ZCOPY"] = "on"
     env |= {**spec.options.env, **spec.options.of(spec.role).env}
-    if spec.options.patient:
-        path = [str(_PATIENT), env.get("PYTHONPATH", "")]
+    wanted = {
+        "patient": spec.options.patient,
+        "forked": spec.options.forked and spec.device == "cpu",
+    }
+    if any(wanted.values()):
+        env["ENGINE_PROCESSES"] = ",".join(name for name, on in wanted.items() if on)
+        path = [str(_IN_ENGINE), env.get("PYTHONPATH", "")]
         env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     return env
 

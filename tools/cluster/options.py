@@ -40,6 +40,8 @@ class ClusterOptions:
     max_model_len: tokens.
     patient: processes of an engine wait for each other asleep instead of trying again at once;
         for engines that share cores.
+    forked: on CPUs an engine forks its processes, as it does on GPUs, instead of having each import
+        vLLM anew; it starts in half the time.
     start_timeout_s: seconds that one engine may take until it answers /health.
     grace_s: seconds between SIGTERM and SIGKILL.
     python: interpreter whose vllm is run.
@@ -60,6 +62,7 @@ class ClusterOptions:
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     patient: bool = False
+    forked: bool = False
     host: str = "127.0.0.1"
     start_timeout_s: float = 300.0
     grace_s: float = 10.0

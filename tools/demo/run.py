@@ -92,7 +92,9 @@ def _service(options: DemoOptions, screen: Screen) -> Iterator[Service]:
         model = make_model(logs / "tiny-model")
         screen.line(f"  {model.name}: made, random weights, float32")
     report = screen.start_report
-    settings = ClusterOptions(model=model, python=options.python, start_timeout_s=_START_TIMEOUT_S)
+    settings = ClusterOptions(
+        model=model, forked=True, python=options.python, start_timeout_s=_START_TIMEOUT_S
+    )
     with (
         cluster(prefill=1, decode=1, options=settings, log_folder=logs, report=report) as engines,
         router(

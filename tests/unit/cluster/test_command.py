@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tools.cluster.command import EngineSpec, serve_command, serve_environment
 from tools.cluster.options import ClusterOptions, RoleOptions
 from tools.cluster.placement import Slot
@@ -128,14 +130,60 @@ def test_data_parallel_ranks_stand_behind_one_server() -> None:
     assert "--data-parallel-size" not in prefill
 
 
-def test_patient_engines_wait_asleep() -> None:
-    """Every Python process of theirs, whatever else its path has."""
-    options = ClusterOptions(patient=True, env={"PYTHONPATH": "/mine"})
-    path = serve_environment(spec(options), {})["PYTHONPATH"]
-    assert path.split(os.pathsep)[1:] == ["/mine"]
-    asked = "import os; print(os.sched_yield.__module__); os.sched_yield()"
+_HOW = """
+import multiprocessing, os
+os.sched_yield()
+print(os.sched_yield.__module__, multiprocessing.get_context("spawn").get_start_method())
+"""
+
+
+@pytest.mark.parametrize(
+    ("patient", "forked", "said"),
+    [
+        (True, False, "sitecustomize spawn"),
+        (False, True, "posix fork"),
+        (True, True, "sitecustomize fork"),
+    ],
+)
+def test_processes_of_an_engine_wait_asleep_or_are_forked(
+    patient: bool, forked: bool, said: str
+) -> None:
+    """Every Python process of its own, whatever else its path has."""
+    options = ClusterOptions(patient=patient, forked=forked, env={"PYTHONPATH": "/mine"})
+    env = serve_environment(spec(options), {})
+    assert env["PYTHONPATH"].split(os.pathsep)[1:] == ["/mine"]
+    told = subprocess.run([sys.executable, "-c", _HOW], env=env, capture_output=True, check=True)
+    assert (told.stdout.decode().strip(), told.stderr) == (said, b"")
+
+
+_WHO_LISTENS = """
+import multiprocessing, socket
+listener = socket.create_server(("127.0.0.1", 0))
+here, there = multiprocessing.Pipe()
+child = multiprocessing.get_context("spawn").Process(target=there.recv)
+child.start()
+socket.create_connection(listener.getsockname()).close()
+address = listener.getsockname()
+listener.close()
+try:
+    socket.create_connection(address)
+except ConnectionRefusedError:
+    print("refused")
+here.send("end")
+child.join()
+print(child.exitcode)
+"""
+
+
+def test_a_forked_process_does_not_keep_the_servers_port_open() -> None:
+    env = serve_environment(spec(ClusterOptions(forked=True)), {})
     told = subprocess.run(
-        [sys.executable, "-c", asked], env={"PYTHONPATH": path}, capture_output=True, check=True
+        [sys.executable, "-c", _WHO_LISTENS], env=env, capture_output=True, check=True
     )
-    assert told.stdout.decode().strip() == "sitecustomize"
+    assert (told.stdout.decode().split(), told.stderr) == (["refused", "0"], b"")
+
+
+def test_processes_are_left_alone_unless_asked_for_and_forks_are_on_cpus_only() -> None:
     assert "PYTHONPATH" not in serve_environment(spec(ClusterOptions()), {})
+    on_gpu = spec(ClusterOptions(forked=True), device="cuda", slot=Slot(gpus=(0,)))
+    assert "PYTHONPATH" not in serve_environment(on_gpu, {})
