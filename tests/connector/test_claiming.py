@@ -21,7 +21,7 @@ from vllm.bidir.connector.claiming import ClaimOrder
 from vllm.bidir.connector.handed import HandedOver
 from vllm.bidir.connector.kept import KeptTurns
 from vllm.bidir.connector.listener import start_listener
-from vllm.bidir.connector.messages import CLAIM, MalformedMessageError, SideChannel
+from vllm.bidir.connector.messages import SideChannel
 from vllm.bidir.connector.outcome import WorkerReport
 from vllm.bidir.reasons import Reason
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
@@ -37,15 +37,16 @@ __all__ = ["alone"]
 
 NOTICE = b"at-p:1"
 ADDRESS = ("10.0.0.1", 5600)
-ORDER = ClaimOrder("token", "d/1")
+PROMPT = b"a digest"
+ORDER = ClaimOrder("token", "d/1", PROMPT)
 OURS, THEIRS = [31, 30, 7], [20, 19, 33]
-HANDED = binding("at-p", (THEIRS,))
+HANDED = binding("at-p", (THEIRS,), PROMPT)
 
 
 # One for each answer that P gives.
 may_answer = threading.Semaphore(0)
 # What P was asked about.
-claimed: list[bytes | None] = []
+claimed: list[bytes] = []
 
 
 class Reader(Bare):
@@ -54,10 +55,11 @@ class Reader(Bare):
     def __init__(self) -> None:
         super().__init__()
         self._remote_agents["d"] = {(0, 0): "agent"}
+        self._addresses["d"] = ADDRESS
         self._binding_engines.add("d")
 
     def has_met_a_p_that_binds_nothing(self) -> None:
-        """It is stock, or of an older release."""
+        """It is stock."""
         self._binding_engines.clear()
 
     def reads(
@@ -102,7 +104,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[peer.Asked]:
     found = [peer.Asked(stands_s=30.0, address=ADDRESS)]
 
     def claim(
-        host: str, port: int, token: str, reader: str, named: bytes | None, timeout_s: float
+        host: str, port: int, token: str, reader: str, named: bytes, timeout_s: float
     ) -> peer.Asked:
         assert (host, port, token, reader) == ("10.0.0.1", 5600, "token", "d/1")
         claimed.append(named)
@@ -350,10 +352,7 @@ def test_what_is_claimed_are_the_blocks_that_the_params_name(d: Reader) -> None:
     d.reads("r")
     d.hears()
     assert d.step() == {"r"}
-    d.has_met_a_p_that_binds_nothing()
-    d.reads("of an older P")
-    d.hears()
-    assert claimed == [HANDED, None], "it would not understand"
+    assert claimed == [HANDED]
 
 
 def test_p_is_asked_where_it_was_met(d: Reader) -> None:
@@ -374,6 +373,14 @@ def test_what_p_has_not_handed_over_is_not_used(d: Reader, answers: list[peer.As
     assert lost(d) == ["not_handed_over"]
     assert d.told == []
     assert ADDRESS not in d._questions._silent and d.busy_engines() == set()
+
+
+def test_what_was_forgotten_meanwhile_is_not_read(d: Reader) -> None:
+    """It may be met anew at this moment, and whether it binds claims be known too late."""
+    del d._addresses["d"]
+    d.reads("r")
+    assert d.nixl_wrapper.posted == []
+    assert d.step() == {"r"} and d._claims == {}
 
 
 def test_what_comes_without_the_token_is_not_read_of_a_p_that_binds(d: Reader) -> None:
@@ -407,15 +414,6 @@ def test_p_is_told_to_free_nothing_that_it_has_not_handed_over(
 ############################################################
 # Real NIXL
 ############################################################
-
-
-class Older(SideChannel):
-    """Of a P that knows the first form of a claim only."""
-
-    def answer(self, message: bytes) -> list[bytes]:
-        if msgspec.msgpack.decode(message)[0] == CLAIM:
-            raise MalformedMessageError("unknown word")
-        return super().answer(message)
 
 
 @pytest.fixture
@@ -452,7 +450,7 @@ def port(handed: HandedOver, nodes: tuple[Node, Node], release: str) -> Iterator
     stop = threading.Event()
     payload = nodes[0].worker.xfer_handshake_metadata
     greets = release == "this"
-    channel = (SideChannel if greets else Older)(
+    channel = SideChannel(
         KeptTurns(),
         "p",
         1,
@@ -486,7 +484,7 @@ def claims(d: Node, port: int, token: str) -> set[str]:
 
 def order(port: int, token: str) -> NixlConnectorMetadata:
     metadata = handover(OURS, THEIRS, "127.0.0.1", port)
-    metadata.claims = {"r": ClaimOrder(token, "d/1")}
+    metadata.claims = {"r": ClaimOrder(token, "d/1", PROMPT)}
     return metadata
 
 
@@ -529,7 +527,7 @@ def test_p_hears_of_what_the_base_has_read_when_it_has_counted(
 
 
 @pytest.mark.parametrize("ours", [(), [], ([],)], ids=str)
-@pytest.mark.parametrize("release", ["this", "older", "stock"], indirect=True)
+@pytest.mark.parametrize("release", ["this", "stock"], indirect=True)
 def test_p_hears_of_what_d_does_not_need(
     pair: tuple[Node, Node], port: int, token: str, ours: Any, release: str
 ) -> None:
@@ -590,7 +588,8 @@ def test_params_that_name_anothers_are_a_failed_load(
 ) -> None:
     """Whoever may send params to D has a token of his own, and can guess the rest."""
     p, d = pair
-    others = handed.add("another", time.perf_counter() + 30, binding("another", ([20, 19, 34],)))
+    named = binding("another", ([20, 19, 34],), PROMPT)
+    others = handed.add("another", time.perf_counter() + 30, named)
     metadata = order(port, token)
     remote = metadata.reqs_to_recv["r"].remote
     assert remote is not None
@@ -600,7 +599,7 @@ def test_params_that_name_anothers_are_a_failed_load(
     assert why_lost(d) == ["not_handed_over"]
     assert d.worker.get_block_ids_with_load_errors() == set(OURS)
     assert p.worker.nixl_wrapper.get_new_notifs() == {}
-    assert handed.claim(others, "its own D") != Reason.EXPIRED
+    assert handed.claim(others, "its own D", named) != Reason.EXPIRED
 
     assert claims(d, port, token) == {"r"}, "as they were handed over"
     assert why_lost(d) == [] and p.heard() == NOTICE
@@ -630,20 +629,17 @@ def test_what_d_has_of_a_prompt_is_handed_over_with_the_rest(
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["meets it", "has met it"])
-@pytest.mark.parametrize("release", ["older", "stock"], indirect=True)
-def test_a_p_of_another_release_is_read_as_before(
-    nodes: tuple[Node, Node], port: int, token: str, release: str, first: bool
+@pytest.mark.parametrize("release", ["stock"], indirect=True)
+def test_a_stock_p_is_read_as_the_base_reads_it(
+    nodes: tuple[Node, Node], port: int, token: str, handed: HandedOver, first: bool
 ) -> None:
-    """An older one is asked whether it still has the prompt; a stock one cannot be asked."""
+    """Nor is it asked where the params have a token: it would end its listener."""
     p, d = nodes
     if not first:
         handshake = d.worker._ensure_handshake("p", "127.0.0.1", port, 1)
         assert handshake is not None
         handshake.result(timeout=10)
-    metadata = order(port, token)
-    if release == "stock":
-        metadata.claims = {}
-    d.worker.start_load_kv(metadata)
+    d.worker.start_load_kv(order(port, token))
     end = time.monotonic() + 10
     while not (over := d.worker.get_finished()[1]):
         d.worker.start_load_kv(NixlConnectorMetadata())
@@ -652,6 +648,7 @@ def test_a_p_of_another_release_is_read_as_before(
     for ours, theirs in zip(OURS, THEIRS, strict=True):
         assert torch.equal(d.block(ours), p.block(theirs))
     assert p.heard() == NOTICE
+    assert isinstance(handed.claim(token, "another", HANDED), float), "nobody has asked"
 
 
 def test_a_p_that_is_another_process_by_the_time_it_greets_is_not_met(

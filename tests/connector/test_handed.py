@@ -7,17 +7,20 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 from vllm.bidir.connector import peer
-from vllm.bidir.connector.binding import binding
+from vllm.bidir.connector.binding import binding, prompt_digest
 from vllm.bidir.connector.handed import PARAM, HandedOver, parse_token
 from vllm.bidir.connector.kept import KeptTurns
 from vllm.bidir.connector.listener import start_listener
 from vllm.bidir.connector.messages import (
+    CLAIM,
     MAX_NAME,
     MalformedMessageError,
     SideChannel,
@@ -35,7 +38,8 @@ from tests.connector.test_failed_loads import GROUPS
 HOST = "127.0.0.1"
 TOKEN = "ab" * 16
 BLOCKS = [[4, 5, 6], [9]]
-BINDING = binding("r", BLOCKS)
+PROMPT = b"a digest"
+BINDING = binding("r", BLOCKS, PROMPT)
 HANDOVER = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
@@ -78,9 +82,9 @@ def token(handed: HandedOver, clock: Clock) -> str:
 def test_a_claim_says_for_how_long_the_blocks_stay(
     handed: HandedOver, token: str, clock: Clock
 ) -> None:
-    assert handed.claim(token, "d") == 30
+    assert handed.claim(token, "d", BINDING) == 30
     clock.now += 10
-    assert handed.claim(token, "d") == 20, "its own reader may ask again"
+    assert handed.claim(token, "d", BINDING) == 20, "its own reader may ask again"
 
 
 def test_what_d_keeps_alive_beyond_its_time_stands_without_a_promise(
@@ -88,29 +92,29 @@ def test_what_d_keeps_alive_beyond_its_time_stands_without_a_promise(
 ) -> None:
     """The workers prolong it when D sends a heartbeat; the list is not told."""
     clock.now += 31
-    assert handed.claim(token, "d") == 0
+    assert handed.claim(token, "d", BINDING) == 0
 
 
 def test_what_has_been_freed_cannot_be_claimed(handed: HandedOver, token: str) -> None:
-    handed.claim(token, "d")
+    handed.claim(token, "d", BINDING)
     handed.end("r")
     handed.end("r")
-    assert handed.claim(token, "d") is Reason.EXPIRED
+    assert handed.claim(token, "d", BINDING) is Reason.EXPIRED
     assert len(handed) == 0
 
 
 def test_who_knows_a_requests_id_only_can_claim_nothing(handed: HandedOver, token: str) -> None:
     """Clients have a say in those ids."""
-    assert handed.claim("r", "stranger") is Reason.EXPIRED
-    assert handed.claim(token, "d") == 30
+    assert handed.claim("r", "stranger", BINDING) is Reason.EXPIRED
+    assert handed.claim(token, "d", BINDING) == 30
     assert handed.add("r2", 0.0, BINDING) != token
 
 
 def test_a_handover_is_one_readers(handed: HandedOver, token: str) -> None:
     """The first may say that it is done, and have it freed, while the second reads."""
-    assert handed.claim(token, "d0") == 30
-    assert handed.claim(token, "d1") is Reason.EXPIRED
-    assert handed.claim(token, "d0") == 30
+    assert handed.claim(token, "d0", BINDING) == 30
+    assert handed.claim(token, "d1", BINDING) is Reason.EXPIRED
+    assert handed.claim(token, "d0", BINDING) == 30
 
 
 @pytest.mark.parametrize(
@@ -132,7 +136,7 @@ def test_what_was_not_handed_over_cannot_be_claimed(
     handed: HandedOver, token: str, request_id: str, blocks: list[list[int]]
 ) -> None:
     """A token that is one's own, and the blocks of somebody else."""
-    named = binding(request_id, blocks)
+    named = binding(request_id, blocks, PROMPT)
     assert handed.claim(token, "d", named) is Reason.NOT_HANDED_OVER
     assert handed.claim(token, "another", BINDING) == 30, "it is nobody's yet"
     assert handed.claim(token, "another", named) is Reason.NOT_HANDED_OVER
@@ -140,8 +144,8 @@ def test_what_was_not_handed_over_cannot_be_claimed(
 
 def test_a_binding_is_of_what_params_say_however_they_have_travelled() -> None:
     """As P's scheduler has them, and as they have come as JSON."""
-    assert binding("r", ([4, 5, 6], (9,))) == BINDING
-    assert binding("r", json.loads(json.dumps(BLOCKS))) == BINDING
+    assert binding("r", ([4, 5, 6], (9,)), PROMPT) == BINDING
+    assert binding("r", json.loads(json.dumps(BLOCKS)), PROMPT) == BINDING
     assert len(BINDING) == 16
 
 
@@ -168,33 +172,35 @@ def test_a_claim_over_the_wire(handed: HandedOver, token: str, port: int) -> Non
     asked = peer.claim(HOST, port, token, "d", BINDING, 5.0)
     assert (asked.stands_s, asked.reason, asked.address) == (30, None, (HOST, port))
     assert asked.asked > 0
-    asked = peer.claim(HOST, port, token, "d", binding("r", [[1]]), 5.0)
+    asked = peer.claim(HOST, port, token, "d", binding("r", [[1]], PROMPT), 5.0)
     assert (asked.stands_s, asked.reason) == (None, Reason.NOT_HANDED_OVER)
     handed.end("r")
     asked = peer.claim(HOST, port, token, "d", BINDING, 5.0)
     assert (asked.stands_s, asked.reason) == (None, Reason.EXPIRED)
 
 
-def test_a_d_of_an_older_release_claims_as_it_did(
-    handed: HandedOver, token: str, port: int
+def test_of_a_name_with_both_kinds_of_addresses_the_listeners_is_asked(
+    handed: HandedOver, token: str, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does not say what it reads; what it would not understand it is not answered."""
-    assert peer.claim(HOST, port, token, "d", None, 5.0).stands_s == 30
-    channel = SideChannel(KeptTurns(), "p", 1, {}, b"get_meta", lambda: 0.0, handed=handed)
-    (answer,) = channel.answer(msgspec.msgpack.encode((b"bidir_claim/1", token, "d")))
-    assert msgspec.msgpack.decode(answer) == 30
-    (answer,) = channel.answer(msgspec.msgpack.encode((b"bidir_claim/1", token, "d1")))
-    assert msgspec.msgpack.decode(answer) is None
+    """A node that is named by a name, such as localhost, listens at its IPv4 address only."""
+    real = socket.getaddrinfo
+
+    def both(_: str, port: int, family: int = 0, kind: int = 0) -> list[Any]:
+        four = real(HOST, port, socket.AF_INET, kind)
+        six = (socket.AF_INET6, kind, 0, "", ("::1", port, 0, 0))
+        return four if family == socket.AF_INET else [six, *four]
+
+    monkeypatch.setattr(socket, "getaddrinfo", both)
+    assert peer.claim("localhost", port, token, "d", BINDING, 1.0).stands_s == 30
 
 
 @pytest.mark.parametrize("names", [("", "d"), ("r", ""), ("r" * (MAX_NAME + 1), "d"), (1, "d")])
-@pytest.mark.parametrize("form", [(b"bidir_claim/1",), (b"bidir_claim/2", BINDING)], ids=len)
 def test_a_claim_that_names_nothing_is_not_understood(
-    handed: HandedOver, names: tuple[object, object], form: tuple[bytes, ...]
+    handed: HandedOver, names: tuple[object, object]
 ) -> None:
     channel = SideChannel(KeptTurns(), "p", 1, {}, b"get_meta", lambda: 0.0, handed=handed)
     with pytest.raises(MalformedMessageError):
-        channel.answer(msgspec.msgpack.encode((form[0], *names, *form[1:])))
+        channel.answer(msgspec.msgpack.encode((CLAIM, *names, BINDING)))
 
 
 @pytest.mark.parametrize("named", [None, "ab", 1, b"a" * 65, [b"a"]])
@@ -205,7 +211,7 @@ def test_a_binding_that_is_none_is_not_understood(
     channel = SideChannel(KeptTurns(), "p", 1, {}, b"get_meta", lambda: 0.0, handed=handed)
     for rest in ((named,), (), (BINDING, BINDING)):
         with pytest.raises(MalformedMessageError):
-            channel.answer(msgspec.msgpack.encode((b"bidir_claim/2", token, "d", *rest)))
+            channel.answer(msgspec.msgpack.encode((CLAIM, token, "d", *rest)))
 
 
 @pytest.mark.parametrize("answer", [-1.0, math.inf, math.nan, "soon", True, [1.0]])
@@ -227,18 +233,59 @@ def test_p_lists_what_it_hands_over_until_its_blocks_are_freed(model: Path, grou
         p.bidir.kept, "p", 1, {}, b"get_meta", time.perf_counter, handed=p.bidir.handed
     )
     params = json.loads(json.dumps(params))
-    named = binding(params["remote_request_id"], params["remote_block_ids"])
+    prompt = prompt_digest(request, 100)
+    named = binding(params["remote_request_id"], params["remote_block_ids"], prompt)
     ask = ask_claim(params[PARAM], "d", named)
     stands_s = read_claim(channel.answer(ask)[0])
     assert isinstance(stands_s, float) and 20 < stands_s <= 30, "kv_lease_duration"
     assert len(params["remote_block_ids"]) == groups
-    other = ask_claim(params[PARAM], "d", binding("r", [[1]] * groups))
+    other = ask_claim(params[PARAM], "d", binding("r", [[1]] * groups, prompt))
     assert read_claim(channel.answer(other)[0]) is Reason.NOT_HANDED_OVER
     freed = p.free_blocks
     p.expire(request.request_id)
     assert p.free_blocks > freed
     assert read_claim(channel.answer(ask)[0]) is Reason.EXPIRED
     assert len(p.bidir.handed) == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "more", "stands"),
+    [
+        (range(100), {}, True),
+        (range(101), {}, False),
+        (range(112), {}, False),
+        (range(99), {}, False),
+        ([*range(99), 7], {}, False),
+        (range(100), {"salt": "another's"}, False),
+    ],
+)
+def test_what_is_handed_over_is_one_prompts(
+    model: Path, prompt: Iterable[int], more: dict[str, str], stands: bool
+) -> None:
+    """A longer one would have D take what lies in P's last block behind the prompt's end."""
+    p, d = Engine(model, "p"), Engine(model, "d")
+    request = p.add(list(range(100)), FIRST_TURN)
+    while not request.is_finished():
+        p.step()
+    params = json.loads(json.dumps(p._finished[request.request_id]))
+    claims = d.add(list(prompt), params, **more).request_id
+    order = d.scheduler.schedule().kv_connector_metadata.claims[claims]
+    named = binding(params["remote_request_id"], params["remote_block_ids"], order.prompt)
+    found = p.bidir.handed.claim(order.token, order.reader, named)
+    assert found is Reason.NOT_HANDED_OVER if not stands else isinstance(found, float)
+
+
+def test_a_prompt_is_that_of_one_adapter_and_of_one_salt() -> None:
+    def digest(adapter: str | None, salt: str | None, ids: list[int] | None = None) -> bytes:
+        lora = None if adapter is None else SimpleNamespace(lora_name=adapter)
+        request: Any = SimpleNamespace(
+            prompt_token_ids=ids or [1, 2, 3], lora_request=lora, cache_salt=salt
+        )
+        return prompt_digest(request, 3)
+
+    assert digest("a", "b") == digest("a", "b", [1, 2, 3, 4])
+    found = [digest(*names) for names in ((None, None), ("a", None), (None, "a"), ("a", "b"))]
+    assert len({*found, digest("ab", None), digest("a", "b", [1, 2, 4])}) == 6
 
 
 def test_what_a_turn_on_d_keeps_is_no_handover(model: Path) -> None:

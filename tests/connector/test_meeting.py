@@ -206,6 +206,13 @@ def test_a_handover_of_another_engine_of_the_same_id_is_not_read_from_the_first(
     assert bare._failed_recv_reqs.get_nowait() == "r"
 
 
+def test_a_process_is_the_same_under_each_name_of_its_host(bare: Bare, base: list[str]) -> None:
+    """Each router names P as it reaches it itself."""
+    meet(bare, "p2")
+    bare.start_load_kv(order("p2", [digest(b"p2@10.0.0.1")], ("p.example", 5600)))
+    assert base == ["p.example"] and bare._failed_recv_reqs.empty()
+
+
 def test_a_handover_whose_engine_was_forgotten_meanwhile_fails_by_itself(
     bare: Bare, base: list[str]
 ) -> None:

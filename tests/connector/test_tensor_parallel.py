@@ -158,7 +158,7 @@ class Engine:
                     block_ids=(blocks,), host=HOST, port=p.port, engine_id=p.name, request_id="x"
                 ),
             )
-            metadata.claims = {"r": ClaimOrder(token, "d/1")}
+            metadata.claims = {"r": ClaimOrder(token, "d/1", b"a digest")}
             node.worker.start_load_kv(metadata)
 
     def hears(self, until: Callable[[Heard], bool], name: str = "r") -> Heard:
@@ -339,7 +339,7 @@ def test_no_rank_takes_over_what_was_not_handed_over(
 
 def hands_over(p: Engine) -> str:
     """Request x, of which D needs all but two blocks; its token."""
-    named = binding("x", ([1, 2, *OURS],))
+    named = binding("x", ([1, 2, *OURS],), b"a digest")
     return p.handed.add("x", time.perf_counter() + 30, named)
 
 

@@ -89,3 +89,20 @@ def names_anothers(pair: Cluster, compared: Compared, forged: str) -> None:
     check_right(d, prompt, compared)
     check_right(d, private + said[:1], compared)
     assert lost(d, "not_handed_over") == before + 1
+
+
+def names_another_prompt(pair: Cluster, compared: Compared) -> None:
+    """D is sent for one prompt what was handed over with another, which is as long: it would keep
+    that under the wrong prompt, too."""
+    p, d = pair.prefill[0], pair.decode[0]
+    prompt, other = tokens("handed over", 600), tokens("not handed over", 600)
+    own = prefill(p, prompt, FIRST_TURN)
+    before = lost(d, "not_handed_over")
+    answer = post(d, other, own)
+    assert answer.status_code == httpx.codes.INTERNAL_SERVER_ERROR, answer.text
+    assert lost(d, "not_handed_over") == before + 1
+    said, _ = decode(d, prompt, own)
+    rests(p)
+    rests(d)
+    check_right(d, other, compared)
+    check_right(d, prompt + said[:1], compared)

@@ -13,6 +13,7 @@ from tests.faults.handovers import (
     FORGED,
     comes_too_late,
     lost,
+    names_another_prompt,
     names_anothers,
     overwrite,
     post,
@@ -46,6 +47,10 @@ def test_nobody_is_answered_from_anothers_prompt(
     faulty: Cluster, compared: Compared, forged: str
 ) -> None:
     names_anothers(faulty, compared, forged)
+
+
+def test_no_prompt_is_answered_from_another_one(faulty: Cluster, compared: Compared) -> None:
+    names_another_prompt(faulty, compared)
 
 
 def test_what_d_keeps_is_handed_over_to_nobody(faulty: Cluster, compared: Compared) -> None:

@@ -51,10 +51,12 @@ _FINAL = (Reason.EXPIRED, Reason.NOT_HANDED_OVER)
 
 @dataclass(frozen=True)
 class ClaimOrder:
-    """What the scheduler tells its workers: P's token, and this engine's name as a reader."""
+    """What the scheduler tells its workers: P's token, this engine's name as a reader, and a digest
+    of the prompt that it is to answer."""
 
     token: str
     reader: str
+    prompt: bytes
 
 
 @dataclass
@@ -62,7 +64,7 @@ class _Claim:
     """A handover that is being read, or of which nothing is needed (not `reads`).
 
     `address` is where its engine was met, which the params need not say; `binding` names what they
-    do say, None where P does not compare. `notices` are for the ranks of P that it is read from, by
+    do say, and for which prompt. `notices` are for the ranks of P that it is read from, by
     rank. `asked_at` and `read_at` (monotonic seconds): when P was asked last, and when all of it
     was found to be there. `insists`: P has been asked once more, since it had not answered.
     """
@@ -71,7 +73,7 @@ class _Claim:
     remote: RemoteMeta
     reads: bool
     address: Address
-    binding: bytes | None
+    binding: bytes
     notices: list[tuple[int, bytes]] = field(default_factory=list)
     answer: Asked | None = None
     asked_at: float = 0.0
@@ -114,20 +116,24 @@ class ClaimingWorker(ReadingWorker):
         order = self._claimable.pop(req_id, None)
         remote, reads = meta.remote, any(map(len, meta.local_block_ids))
         assert remote is not None  # as ordered
-        binds = self.binds_claims(remote.engine_id)
+        # Read once, before it is asked whether it binds claims: it may be met at this moment.
+        address = self._addresses.get(remote.engine_id)
+        if address is None:
+            self._handle_failed_transfer(req_id, None)  # forgotten since
+            return
+        if not self.binds_claims(remote.engine_id):
+            super()._read_blocks_for_req(req_id, meta)  # stock: as the base reads it
+            return
         if order is None:
-            if binds:
-                self._refuse_unclaimed(req_id, remote.engine_id, reads)
-            else:
-                super()._read_blocks_for_req(req_id, meta)
+            self._refuse_unclaimed(req_id, remote.engine_id, reads)
             return
         claim = _Claim(
             order,
             remote,
             reads,
-            self._addresses.get(remote.engine_id, (remote.host, remote.port)),
+            address,
             # Before the base puts kernels' blocks in their place.
-            binding(remote.request_id, remote.block_ids) if binds else None,
+            binding(remote.request_id, remote.block_ids, order.prompt),
         )
         if not claim.reads:
             claim.read_at = time.monotonic()

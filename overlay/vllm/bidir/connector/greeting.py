@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine's handshake says beyond the base's words: whether it binds what is claimed.
+"""What an engine's handshake says beyond the base's words: that it answers claims.
 
-Params, which say that a handover can be claimed, come with a request: who leaves the token out, or
-puts another's in, must not have D take this P for one that cannot be asked. Nor can D just ask: a
-message that a stock node does not know ends its listener. So an engine says it in its handshake, in
-a field that decoders of other releases pass over.
+Params, which carry what is claimed, come with a request: who leaves the token out must not have D
+take this P for a stock one, nor who puts one in a stock P for this, since a message that it does
+not know ends a stock node's listener. So an engine says it in its handshake, in a field that the
+base's decoder passes over.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from vllm.bidir.connector.messages import MalformedMessageError
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
 
-# The newest form of CLAIM that it answers; see messages.py.
-_BOUND = 2
+# The form of CLAIM that it answers; see messages.py.
+_FORM = 1
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -35,7 +35,7 @@ class Greeting:
 
 class _Payload(msgspec.Struct):
     agent_metadata_bytes: bytes
-    bidir_claim: int = 1
+    bidir_claim: int = 0
 
 
 class _Metadata(msgspec.Struct):
@@ -49,7 +49,7 @@ _METADATA = msgspec.msgpack.Decoder(_Metadata)
 def payloads(metadata: Mapping[Any, NixlHandshakePayload]) -> dict[Any, bytes]:
     """The base's payloads as they are sent, by rank, and our word with each."""
     return {
-        ranks: _encode({**asdict(payload), "bidir_claim": _BOUND})
+        ranks: _encode({**asdict(payload), "bidir_claim": _FORM})
         for ranks, payload in metadata.items()
     }
 
@@ -61,4 +61,4 @@ def read_greeting(frame: bytes) -> Greeting:
         metadata = _METADATA.decode(payload.agent_metadata_bytes)
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
         raise MalformedMessageError(str(error)) from error
-    return Greeting(agents.digest(metadata.agent_metadata), payload.bidir_claim >= _BOUND)
+    return Greeting(agents.digest(metadata.agent_metadata), payload.bidir_claim >= _FORM)

@@ -68,10 +68,10 @@ class HandedOver:
             with self._lock:
                 del self._by_token[self._by_request.pop(request_id).token]
 
-    def claim(self, token: str, reader: str, binding: bytes | None = None) -> float | Reason:
+    def claim(self, token: str, reader: str, binding: bytes) -> float | Reason:
         """Seconds for which the blocks stay at the least, 0 when that is not known beforehand;
         EXPIRED when they are gone, or are another reader's, NOT_HANDED_OVER when `binding` names
-        others. Readers of older releases do not say what they read: None.
+        something else.
 
         Before that time they end only when all of the reader's ranks have told the workers that
         they may. So there is one reader: a second could have them freed under it by the first.
@@ -80,7 +80,7 @@ class HandedOver:
             found = self._by_token.get(token)
             if found is None:
                 return Reason.EXPIRED
-            if binding is not None and binding != found.binding:
+            if binding != found.binding:
                 return Reason.NOT_HANDED_OVER
             if found.reader not in (None, reader):
                 return Reason.EXPIRED

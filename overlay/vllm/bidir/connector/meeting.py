@@ -123,9 +123,10 @@ class MeetingWorker(FailingWorker):
         """
         assert meta.remote is not None  # as ordered
         remote, named = meta.remote, self._named.pop(req_id, None)
-        address = (remote.host, remote.port)
+        # A process is known by its agents: routers may know its host by several names.
+        met = self._agents.get(remote.engine_id, {})
         if remote.engine_id not in self._remote_agents or (
-            named is not None and not self.is_met(remote.engine_id, address, named)
+            named is not None and not agents.are_met(met, named)
         ):
             logger.warning("req=%s: its blocks are of a process that is gone", req_id)
             self._handle_failed_transfer(req_id, None)

@@ -9,10 +9,7 @@ P asks D about a read-back, D asks P about a handover:
     CLAIM    [CLAIM, token, reader,
               binding]                    -> seconds for which it stands at the least; 0: it stands;
                                              false: P has handed over something else (binding.py)
-    CLAIM_1  [CLAIM_1, token, reader]     -> the same, of a D that does not say what it reads
     gone, or not understood               -> nil
-
-CLAIM_1 is asked, and answered, where the other node is of an older release (greeting.py).
 
 The base's own message is [GET_META, pp_rank, tp_rank] and is answered as the base answers it.
 """
@@ -30,8 +27,7 @@ from vllm.bidir.reasons import Reason
 
 HOLD = b"bidir_hold/1"
 CONFIRM = b"bidir_confirm/1"
-CLAIM = b"bidir_claim/2"
-CLAIM_1 = b"bidir_claim/1"
+CLAIM = b"bidir_claim/1"
 _MAX_LEASE_ID = 64
 # Of what a claim names.
 MAX_NAME = 256
@@ -74,10 +70,7 @@ def ask_confirm(lease_id: str, epoch: int) -> bytes:
     return _encode((CONFIRM, lease_id, epoch))
 
 
-def ask_claim(token: str, reader: str, binding: bytes | None) -> bytes:
-    """`binding` is None for a P that does not compare it."""
-    if binding is None:
-        return _encode((CLAIM_1, token, reader))
+def ask_claim(token: str, reader: str, binding: bytes) -> bytes:
     return _encode((CLAIM, token, reader, binding))
 
 
@@ -154,8 +147,6 @@ class SideChannel:
             return [_encode(self._kept.confirm(rest[0], rest[1]))]
         if word == CLAIM and len(rest) == 3 and _is_binding(rest[2]):
             return self._claim(*rest)
-        if word == CLAIM_1 and len(rest) == 2:
-            return self._claim(*rest)
         if word == self._get_meta and len(rest) == 2 and all(type(rank) is int for rank in rest):
             payload = self._metadata.get((rest[0], rest[1]))
             if payload is None:
@@ -163,7 +154,7 @@ class SideChannel:
             return [payload, _encode(self._clock())]
         raise MalformedMessageError("unknown word or wrong arguments")
 
-    def _claim(self, token: Any, reader: Any, binding: bytes | None = None) -> list[bytes]:
+    def _claim(self, token: Any, reader: Any, binding: bytes) -> list[bytes]:
         if not (_is_name(token) and _is_name(reader)):
             raise MalformedMessageError("a claim that names nothing")
         found = self._handed.claim(token, reader, binding)

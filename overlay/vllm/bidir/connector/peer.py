@@ -64,9 +64,7 @@ def confirm(host: str, port: int, lease_id: str, epoch: int, timeout_s: float) -
     return _ask(host, port, ask_confirm(lease_id, epoch), timeout_s, understand)
 
 
-def claim(
-    host: str, port: int, token: str, reader: str, binding: bytes | None, timeout_s: float
-) -> Asked:
+def claim(host: str, port: int, token: str, reader: str, binding: bytes, timeout_s: float) -> Asked:
     """CLAIM. A handover that is gone, or another reader's, is Reason.EXPIRED; one of other blocks
     is Reason.NOT_HANDED_OVER."""
 
@@ -104,7 +102,9 @@ def _ask(
 def _exchange(host: str, port: int, message: bytes, timeout_s: float) -> bytes:
     # Here, where only this question waits for it: ZMQ looks names up in a thread that it has once
     # for a context.
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    # Of a name the IPv4 address, as the base and the node's own listener take it.
+    family = socket.AF_INET6 if is_valid_ipv6_address(host) else socket.AF_INET
+    found = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)
     address = str(found[0][4][0])
     # The process's own context: one for each question costs more than the question.
     with zmq.Context.instance().socket(zmq.REQ) as asking:

@@ -100,11 +100,11 @@ class Questions:
         address: tuple[str, int],
         token: str,
         reader: str,
-        binding: bytes | None,
+        binding: bytes,
         insists: bool = False,
     ) -> None:
         """Ask P at `address` whether the handover with this token stands for this reader, and is
-        of what `binding` names; None: of a P that does not compare.
+        of what `binding` names.
 
         One that was lately silent is asked only by who insists.
         """
@@ -120,7 +120,7 @@ class Questions:
         address: tuple[str, int],
         token: str,
         reader: str,
-        binding: bytes | None,
+        binding: bytes,
         insists: bool,
     ) -> peer.Asked:
         if self._closed or (address in self._silent and not insists):

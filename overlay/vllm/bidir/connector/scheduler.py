@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm.bidir.connector import agents, greeting, handed, support
-from vllm.bidir.connector.binding import binding
+from vllm.bidir.connector.binding import binding, prompt_digest
 from vllm.bidir.connector.claiming import ClaimOrder
 from vllm.bidir.connector.decision import Match, gain, match
 from vllm.bidir.connector.failed_loads import FailedLoads
@@ -254,7 +254,10 @@ class BidirScheduler(NixlPullConnectorScheduler):
         """Have the workers claim its handover, if P can be asked."""
         token = handed.parse_token((request.kv_transfer_params or {}).get(handed.PARAM))
         if token is not None:
-            self._claims[request.request_id] = ClaimOrder(token, self._reader)
+            # What D would load, were all of it there; P's own count of a prompt is the same.
+            tokens = self._get_remote_prefill_token_count(len(request.prompt_token_ids or ()))
+            prompt = prompt_digest(request, tokens)
+            self._claims[request.request_id] = ClaimOrder(token, self._reader, prompt)
         return token is not None
 
     def _attempt(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -374,7 +377,9 @@ class BidirScheduler(NixlPullConnectorScheduler):
                 params = {**params, "readback": 1, agents.PARAM: agents.to_params(self._agents)}
                 if keeps:
                     until = self._reqs_need_send[request.request_id]
-                    named = binding(params["remote_request_id"], params["remote_block_ids"])
+                    # All of it: a Mamba model's has lost its last token on P.
+                    prompt = prompt_digest(request, request.num_prompt_tokens)
+                    named = binding(params["remote_request_id"], params["remote_block_ids"], prompt)
                     params[handed.PARAM] = self.handed.add(request.request_id, until, named)
                 # Its reader may be done at any time.
                 due, interval = 0.0, self._kv_lease_duration / 10
