@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.oracle import Compared
 from tests.faults.conftest import BLOCKS, TTL_S
-from tests.faults.handovers import FORGED, comes_too_late, fails, names_anothers
+from tests.faults.handovers import BLOCK, FORGED, comes_too_late, fails, lost, names_anothers
 from tests.faults.turns import FIRST_TURN, check_right, clear_cache, decode, prefill, rests, tokens
 from tools.cluster import Cluster, ClusterOptions, cluster
 from tools.cluster.model import ModelShape, make_model
@@ -47,6 +47,20 @@ def test_a_handover_is_right(hybrid: Cluster, compared: Compared, length: int) -
     said, _ = decode(d, prompt, handed)
     rests(p)
     clear_cache(d)
+    check_right(d, prompt + said[:1], compared)
+
+
+def test_a_prompt_whose_last_token_attends_to_what_is_not_loaded_is_computed(
+    hybrid: Cluster, compared: Compared
+) -> None:
+    """Its window begins with the last token of a block; the base loads from the next block on."""
+    p, d = hybrid.prefill[0], hybrid.decode[0]
+    prompt = tokens("edge", WINDOW + BLOCK - 1)
+    handed = prefill(p, prompt, FIRST_TURN)
+    before = lost(d, "window")
+    said, _ = decode(d, prompt, handed)
+    assert lost(d, "window") == before + 1
+    rests(p)
     check_right(d, prompt + said[:1], compared)
 
 

@@ -25,6 +25,7 @@ class Reason(str, Enum):
     TIMEOUT = "timeout"
     TRANSFER_FAILED = "transfer_failed"
     NOT_HANDED_OVER = "not_handed_over"
+    WINDOW = "window"
     PEER_GONE = "peer_gone"
     MEETING = "meeting"
     SLOW_LINK = "slow_link"

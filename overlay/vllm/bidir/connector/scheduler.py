@@ -38,6 +38,7 @@ from vllm.bidir.connector.read_back import ReadBack
 from vllm.bidir.connector.rest import Rest
 from vllm.bidir.connector.speed import PrefillSpeed
 from vllm.bidir.connector.stats import BidirStats
+from vllm.bidir.connector.window import misses_last_tokens
 from vllm.bidir.reasons import Reason
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     GET_META_MSG,
@@ -128,12 +129,24 @@ class BidirScheduler(NixlPullConnectorScheduler):
     ) -> tuple[int, bool]:
         params = request.kv_transfer_params
         if not params or not params.get("do_remote_decode"):
+            if self._misses_last_tokens(request):
+                return 0, False  # D computes it; P is told that it may free it
             return super().get_num_new_matched_tokens(request, num_computed_tokens)
         if request.request_id in self._attempted:
             return 0, False
         self._local[request.request_id] = num_computed_tokens
         gained, _ = gain(self._match(request), num_computed_tokens, self.kv_recompute_threshold)
         return gained, gained > 0
+
+    def _misses_last_tokens(self, request: Request) -> bool:
+        """Whether D would load a handover, and answer wrong from it (window.py)."""
+        params, tokens = request.kv_transfer_params, len(request.prompt_token_ids or ())
+        return (
+            bool(params and params.get("do_remote_prefill"))
+            # Less than all is loaded of others: the rest is computed as after a prefix hit.
+            and self._get_remote_prefill_token_count(tokens) == tokens
+            and misses_last_tokens(self.kv_cache_config, tokens)
+        )
 
     def _match(self, request: Request) -> Match:
         """What the request's source verifiably holds; reckoned once, without side effects."""
@@ -248,6 +261,8 @@ class BidirScheduler(NixlPullConnectorScheduler):
                 self._named_agents[request.request_id] = named
             if self._claim(request) and num_external_tokens == 0:
                 self.rest.look_again()
+            if self._misses_last_tokens(request):
+                self.stats.record_lost_handover(str(Reason.WINDOW))
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def _claim(self, request: Request) -> bool:
