@@ -52,7 +52,9 @@ def reasons() -> dict[str, str]:
 
 def named_in(expression: str, *files: str) -> set[str]:
     """What an expression finds in modules of the router; of reasons their words."""
-    paths = [path for name in files for path in (SOURCES / "router").glob(name)]
+    by_name = {name: list((SOURCES / "router").rglob(name)) for name in files}
+    assert all(by_name.values()), by_name
+    paths = [path for found in by_name.values() for path in found]
     texts = [path.read_text(encoding="utf-8") for path in paths]
     found = {word for text in texts for word in re.findall(expression, text)}
     return {reasons().get(word, word) for word in found}
@@ -62,18 +64,21 @@ def named_in(expression: str, *files: str) -> set[str]:
 WORDS: dict[str, set[str]] = {
     "turns_total{outcome,reason}": {"hit", "budget"}
     | (named_in(r"Reason\.([A-Z_]+)", "conversations.py", "recall.py", "legs.py"))
-    | named_in(r"found\b.* = Reason\.([A-Z_]+)", "turn.py"),
-    "decode_alone_total{reason}": named_in(r"decode_alone\(Reason\.([A-Z_]+)", "turn.py")
+    | named_in(r"found\b.* = Reason\.([A-Z_]+)", "turns.py"),
+    "decode_alone_total{reason}": named_in(r"decode_alone\(Reason\.([A-Z_]+)", "*_leg.py")
     | named_in(r"Reason\.(BYPASS_\w+)", "*.py"),
     "params_asked_total{outcome}": {"found"} | named_in(r"Reason\.([A-Z_]+)", "recall.py"),
     "lease_releases_total{reason}": named_in(r'(?m)^    [A-Z]+ = "(\w+)"', "leases.py"),
     "refused_total{role,reason}": named_in(r'\.refused\([^()]+, "(\w+)"\)', "*.py"),
     "state_failures_total{kind}": named_in(
-        r'(?:complain\(|state_failure\(|kind = |else )"(\w+)"', "redis_link.py", "shared*.py"
+        r'(?:complain\(|state_failure\(|kind = |else )"(\w+)"',
+        "redis_link.py",
+        "shared.py",
+        "lines.py",
     ),
     "prompt_tokens_total{kind}": named_in(r'_prompt_tokens_by\("(\w+)"', "metrics.py"),
     "identified_total{by}": named_in(r'(?:return \S+, |else )"(\w+)"', "identity.py")
-    | named_in(r'identified\("(\w+)"', "turn.py"),
+    | named_in(r'identified\("(\w+)"', "turns.py"),
 }
 
 
