@@ -76,33 +76,35 @@ def comes_too_late(pair: Cluster, compared: Compared) -> None:
 
 def names_anothers(pair: Cluster, compared: Compared, forged: str) -> None:
     """P keeps two prompts, and D is sent for the one what was handed over with the other."""
-    p, d = pair.prefill[0], pair.decode[0]
+    p = pair.prefill[0]
     prompt, private = tokens(("own", forged), 600), tokens(("another's", forged), 600)
     others = prefill(p, private, FIRST_TURN)
     own = prefill(p, prompt, FIRST_TURN)
-    before = lost(d, "not_handed_over")
-    answer = post(d, prompt, FORGED[forged](own, others))
-    assert answer.status_code == httpx.codes.INTERNAL_SERVER_ERROR, answer.text
-    said, _ = decode(d, private, others)
-    rests(p)
-    rests(d)
-    check_right(d, prompt, compared)
-    check_right(d, private + said[:1], compared)
-    assert lost(d, "not_handed_over") == before + 1
+    _not_handed_over(pair, compared, (prompt, FORGED[forged](own, others)), (private, others))
 
 
 def names_another_prompt(pair: Cluster, compared: Compared) -> None:
     """D is sent for one prompt what was handed over with another, which is as long: it would keep
     that under the wrong prompt, too."""
-    p, d = pair.prefill[0], pair.decode[0]
     prompt, other = tokens("handed over", 600), tokens("not handed over", 600)
-    own = prefill(p, prompt, FIRST_TURN)
+    own = prefill(pair.prefill[0], prompt, FIRST_TURN)
+    _not_handed_over(pair, compared, (other, own), (prompt, own))
+
+
+def _not_handed_over(
+    pair: Cluster,
+    compared: Compared,
+    sent: tuple[list[int], dict[str, Any]],
+    given: tuple[list[int], dict[str, Any]],
+) -> None:
+    """D refuses the one, and still takes over the other: a prompt each, and params."""
+    p, d = pair.prefill[0], pair.decode[0]
     before = lost(d, "not_handed_over")
-    answer = post(d, other, own)
+    answer = post(d, *sent)
     assert answer.status_code == httpx.codes.INTERNAL_SERVER_ERROR, answer.text
-    assert lost(d, "not_handed_over") == before + 1
-    said, _ = decode(d, prompt, own)
+    said, _ = decode(d, *given)
     rests(p)
     rests(d)
-    check_right(d, other, compared)
-    check_right(d, prompt + said[:1], compared)
+    check_right(d, sent[0], compared)
+    check_right(d, given[0] + said[:1], compared)
+    assert lost(d, "not_handed_over") == before + 1

@@ -4,9 +4,9 @@
     READ posted --------------------> READ done --> counts, and P is told that it may free them
          \\--CLAIM--> "for 25 s" or "gone" --/  \\--> lost: as a load that has failed
 
-What is claimed are these blocks of this request of P's (binding.py): P knows what it has handed
-over, and D knows only what came with its own request. So nothing is read unclaimed of a P that
-binds claims, and P is told nothing in the name of a request that was not claimed.
+What is claimed are these blocks of this request of P's, for this prompt (binding.py): P knows what
+it has handed over, and D knows only what came with its own request. So nothing is read unclaimed of
+a P that binds claims, and P is told nothing in the name of a request that was not claimed.
 
 P is asked while NIXL reads: its answer is waited for only where that takes longer. It says for how
 long the blocks stay at the least; a READ that ends later is asked about again, when it has ended.

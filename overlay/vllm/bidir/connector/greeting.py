@@ -54,11 +54,16 @@ def payloads(metadata: Mapping[Any, NixlHandshakePayload]) -> dict[Any, bytes]:
     }
 
 
+def agent_of(metadata: bytes) -> bytes:
+    """Digest of the NIXL agent that a payload's `agent_metadata_bytes` are of; msgspec's errors."""
+    return agents.digest(_METADATA.decode(metadata).agent_metadata)
+
+
 def read_greeting(frame: bytes) -> Greeting:
     """Of a payload of any release; MalformedMessageError for what is none."""
     try:
         payload = _PAYLOAD.decode(frame)
-        metadata = _METADATA.decode(payload.agent_metadata_bytes)
+        agent = agent_of(payload.agent_metadata_bytes)
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
         raise MalformedMessageError(str(error)) from error
-    return Greeting(agents.digest(metadata.agent_metadata), payload.bidir_claim >= _FORM)
+    return Greeting(agent, payload.bidir_claim >= _FORM)

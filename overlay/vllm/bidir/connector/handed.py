@@ -6,9 +6,10 @@ has sent the same params to a second D after the first. What D then finds in tho
 prompt's, and D answers from it.
 
 Here D claims what it reads, by a token that P's params carry, and says which blocks of which
-request it was told to read (binding.py). The scheduler writes the list; the side channel's thread
-reads it. An entry ends before its blocks go back to the pool, in the same call of the scheduler: so
-a reader who is told, after reading, that the entry stands has read what P computed.
+request it was told to read, and for which prompt (binding.py). The scheduler writes the list; the
+side channel's thread reads it. An entry ends before its blocks go back to the pool, in the same
+call of the scheduler: so a reader who is told, after reading, that the entry stands has read what P
+computed.
 """
 
 from __future__ import annotations

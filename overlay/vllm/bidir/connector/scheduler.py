@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from vllm.bidir.connector import agents, greeting, handed, support
 from vllm.bidir.connector.binding import binding, prompt_digest
 from vllm.bidir.connector.claiming import ClaimOrder
@@ -42,7 +41,6 @@ from vllm.bidir.connector.window import misses_last_tokens
 from vllm.bidir.reasons import Reason
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     GET_META_MSG,
-    NixlAgentMetadata,
     NixlHandshakePayload,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
@@ -607,8 +605,4 @@ def valid_tokens(request: Request) -> int:
 
 def own_agents(metadata: dict[tuple[int, int], NixlHandshakePayload]) -> list[bytes]:
     """Digests of this engine's NIXL agents, by tensor-parallel rank."""
-    decoder = msgspec.msgpack.Decoder(NixlAgentMetadata)
-    return [
-        agents.digest(decoder.decode(metadata[ranks].agent_metadata_bytes).agent_metadata)
-        for ranks in sorted(metadata)
-    ]
+    return [greeting.agent_of(metadata[ranks].agent_metadata_bytes) for ranks in sorted(metadata)]

@@ -78,7 +78,7 @@ class BidirStats(NixlKVConnectorStats):
 
     def record_lost_handover(self, reason: str) -> None:
         """D does not use what it was to read of a prompt: P does not say that it still had it, or
-        has not handed it over."""
+        has not handed it over, or not all of it would be loaded."""
         self.data[_LOST].append(reason)
 
     def record_leases(self, totals: dict[str, Any]) -> None:
