@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import aiohttp
 import pytest
-from aiohttp.test_utils import TestServer
-from vllm.bidir.router.app import make_app
+from vllm.bidir.router.http.listener import Listener
 from vllm.bidir.router.nodes.options import NodeOptions
 from vllm.bidir.router.options import Address, RouterOptions
 from vllm.bidir.router.router import Router
-from vllm.bidir.router.server import Runner
+from vllm.bidir.router.server import listener
 
 from tests.router.fake_engine import FakeEngine
 
@@ -24,15 +23,29 @@ BODY = {"model": "m", "prompt": "hello", "max_tokens": 8}
 JSON = {"Content-Type": "application/json"}
 
 
-class RouterServer(TestServer):
-    """A router's own server on a free port."""
+class RouterServer:
+    """A router that listens on a free port."""
 
     def __init__(self, router: Router) -> None:
-        super().__init__(make_app(router), host="127.0.0.1")
-        self._security = router.options.security
+        self._router = router
+        self._lasts = AsyncExitStack()
+        self.listener: Listener = listener(router, "127.0.0.1", 0)
 
-    async def _make_runner(self, **kwargs: Any) -> Runner:
-        return Runner(self.app, self._security)
+    @property
+    def port(self) -> int:
+        return self.listener.port
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start_server(self) -> None:
+        await self._lasts.enter_async_context(self._router.lifespan())
+        await self.listener.start()
+
+    async def close(self) -> None:
+        await self.listener.close()
+        await self._lasts.aclose()
 
 
 @dataclass
@@ -44,7 +57,7 @@ class Setup:
     decode: list[FakeEngine]
     url: str
     client: aiohttp.ClientSession
-    server: TestServer
+    server: RouterServer
 
     async def ask(
         self, path: str = "/v1/completions", headers: dict[str, str] | None = None, **fields: Any
@@ -71,9 +84,7 @@ async def another_router(setup: Setup, **options: Any) -> AsyncIterator[Setup]:
     server = RouterServer(router)
     await server.start_server()
     try:
-        yield replace(
-            setup, router=router, url=str(server.make_url("/")).rstrip("/"), server=server
-        )
+        yield replace(setup, router=router, url=server.url, server=server)
     finally:
         await server.close()
 
@@ -113,7 +124,7 @@ async def make_setup() -> AsyncIterator[MakeSetup]:
             router,
             engines["prefill"],
             engines["decode"],
-            str(server.make_url("/")).rstrip("/"),
+            server.url,
             client,
             server,
         )

@@ -324,7 +324,7 @@ async def test_clients_and_engines_may_speak_tls(setup: Setup, tmp_path: Path) -
     address = replace(setup.decode[0].address, port=node.port, scheme="https")
     options = replace(setup.router.options, decode=(address,), security=security)
     server = RouterServer(Router(options))
-    await server.start_server(ssl=context)
+    await server.start_server()
     trusting = ssl.create_default_context(cafile=cert)
     url = f"https://127.0.0.1:{server.port}/v1/completions"
     try:
@@ -332,7 +332,7 @@ async def test_clients_and_engines_may_speak_tls(setup: Setup, tmp_path: Path) -
             assert response.status == 200
         with pytest.raises(aiohttp.ClientConnectorCertificateError):
             await setup.client.post(url, json=BODY)
-        distrusts = replace(security, engine_ca=None)
+        distrusts = replace(security, engine_ca=None, tls=None)
         async with another_router(setup, decode=(address,), security=distrusts) as other:
             assert (await other.ask())[0] == 503
     finally:

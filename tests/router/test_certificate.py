@@ -30,8 +30,7 @@ async def serving(
     )
     assert router.certificate is not None
     server = RouterServer(router)
-    await server.start_server(ssl=router.certificate.context)
-    assert server.port is not None
+    await server.start_server()
     yield router, server.port
     await server.close()
 

@@ -6,13 +6,12 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from aiohttp import HttpVersion, HttpVersion10, HttpVersion11, web
-from aiohttp.test_utils import TestClient, TestServer
-from vllm.bidir.router.clients.stream import ClientGoneError, ClientStream
+from vllm.bidir.router.http.connection import Answered, ClientConnection, Limits
+from vllm.bidir.router.http.request import Request
+from vllm.bidir.router.http.stream import ClientGoneError, ClientStream
 from vllm.bidir.router.process.runtime import new_event_loop
 
 # More than a socket's buffers and the connection's own hold.
@@ -20,16 +19,36 @@ MANY = 4000
 PIECE = b"data: " + b"x" * 1000 + b"\n\n"
 
 
+Handler = Callable[[Request], Awaitable[Answered]]
+
+
+class App:
+    """Serves everything with one handler."""
+
+    def __init__(self, handler: Handler) -> None:
+        self.answer = handler
+
+    def count(self, request: Request, status: int) -> None:
+        assert status == 200
+
+
+async def never(request: Request) -> Answered:
+    raise AssertionError
+
+
 @asynccontextmanager
-async def connection() -> AsyncIterator[tuple[ClientStream, socket.socket]]:
+async def connection(
+    handler: Handler = never,
+) -> AsyncIterator[tuple[ClientConnection, socket.socket]]:
     """The router's side of a connection, and the client's socket."""
     ours, client = socket.socketpair()
-    transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=ours)
-    response: Any = SimpleNamespace(chunked=False)
+    _, made = await asyncio.get_running_loop().create_connection(
+        lambda: ClientConnection(App(handler), Limits(1000, 1000), set()), sock=ours
+    )
     try:
-        yield ClientStream(response, cast(Any, None), transport), client
+        yield made, client
     finally:
-        transport.abort()
+        made.abort()
         client.close()
 
 
@@ -37,7 +56,9 @@ async def read(client: socket.socket, size: int) -> bytes:
     client.setblocking(False)
     found = b""
     while len(found) < size:
-        found += await asyncio.get_running_loop().sock_recv(client, 1 << 20)
+        piece = await asyncio.get_running_loop().sock_recv(client, 1 << 20)
+        assert piece, "the connection has ended"
+        found += piece
     return found
 
 
@@ -92,8 +113,8 @@ def test_whatever_the_loop(
     course: Callable[[ClientStream, socket.socket], Awaitable[None]],
 ) -> None:
     async def run() -> None:
-        async with connection() as (stream, client):
-            await course(stream, client)
+        async with connection() as (ours, client):
+            await course(ClientStream(ours, chunked=False), client)
 
     loop = make_loop()
     try:
@@ -120,39 +141,52 @@ class Written:
         return getattr(self._transport, name)
 
 
-@pytest.mark.parametrize("version", [HttpVersion10, HttpVersion11])
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
 @pytest.mark.parametrize("first", [b"one", b""])
 @pytest.mark.parametrize("last", [b"three", b""])
 async def test_the_head_goes_with_the_first_piece_and_the_end_with_the_last(
-    version: HttpVersion, first: bytes, last: bytes
+    version: bytes, first: bytes, last: bytes
 ) -> None:
     """Each packet costs more than what is in it."""
     made: list[Written] = []
 
-    async def handler(http: web.Request) -> web.StreamResponse:
-        assert http.transport is not None
-        made.append(Written(http.transport))
-        http.protocol.transport = cast(Any, made[0])
-        stream = await ClientStream.begin(http, {"X-Kind": "test"}, first)
+    async def handler(request: Request) -> Answered:
+        assert request.client.transport is not None
+        made.append(Written(request.client.transport))
+        request.client.transport = cast(Any, made[0])
+        stream = ClientStream.begin(request, {"X-Kind": "test"}, first)
         assert stream.sent == first
         assert stream.put(b"two") and stream.sent == b"two"
         await stream.end(last)
-        return stream.response
+        return stream
 
-    app = web.Application()
-    app.router.add_get("/", handler)
-    async with TestClient(TestServer(app), version=version) as client:
-        response = await client.get("/")
-        assert await response.read() == first + b"two" + last
-        assert response.headers["X-Kind"] == "test"
-        assert response.headers["Content-Type"] == "text/event-stream; charset=utf-8"
-    chunked = version == HttpVersion11
-    begin, second, *end = made[0].calls
-    assert begin.startswith(b"HTTP/1.") and begin.endswith(
-        b"\r\n\r\n3\r\none\r\n" if chunked and first else b"\r\n\r\n" + first
-    )
-    assert second == (b"3\r\ntwo\r\n" if chunked else b"two")
-    if chunked:
-        assert end == [b"5\r\nthree\r\n0\r\n\r\n" if last else b"0\r\n\r\n"]
-    else:
-        assert end == [last] * bool(last)
+    chunked = version == b"1.1"
+    end = (b"5\r\nthree\r\n0\r\n\r\n" if last else b"0\r\n\r\n") if chunked else last
+    async with connection(handler) as (_, client):
+        client.sendall(b"GET / HTTP/%b\r\n\r\n" % version)
+        while not made or b"".join(made[0].calls).count(b"two") == 0:
+            await asyncio.sleep(0.001)
+        whole = b"".join(made[0].calls)
+        assert await read(client, len(whole)) == whole
+    head, blank, body = made[0].calls[0].partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\nX-Kind: test\r\n") and blank
+    assert b"\r\nContent-Type: text/event-stream; charset=utf-8\r\n" in head
+    assert (b"\r\nConnection: close" in head) is not chunked
+    assert body == (b"3\r\none\r\n" if chunked and first else first)
+    assert made[0].calls[1] == (b"3\r\ntwo\r\n" if chunked else b"two")
+    assert made[0].calls[2:] == [end] * bool(end)
+
+
+async def test_a_chunk_may_pass_as_it_is() -> None:
+    async def handler(request: Request) -> Answered:
+        stream = ClientStream.begin(request, {}, b"")
+        assert stream.put_chunk(b"4\r\none\n\r\n") and stream.sent.endswith(b"\none\n")
+        await stream.end(b"")
+        return stream
+
+    async with connection(handler) as (_, client):
+        client.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        found = b""
+        while not found.endswith(b"0\r\n\r\n"):
+            found += await read(client, 1)
+    assert found.endswith(b"\r\n\r\n4\r\none\n\r\n0\r\n\r\n")

@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from vllm.bidir.router.http.stream import ClientStream
 from vllm.bidir.router.nodes.reply import Reply
 
 from tests.router.conftest import BODY, Setup, until
@@ -100,14 +101,14 @@ async def test_a_client_that_goes_as_its_answer_ends_is_no_fault(
     setup: Setup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Many close after [DONE], without waiting for the end of the body."""
-    ends = web.StreamResponse.write_eof
+    ends = ClientStream.end
 
-    async def gone(response: web.StreamResponse, data: bytes = b"") -> None:
-        if "x-kv-reuse" in response.headers:
-            raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
-        await ends(response, data)
+    async def gone(stream: ClientStream, last: bytes) -> None:
+        for one in setup.server.listener._open:
+            one.abort()
+        await ends(stream, last)
 
-    monkeypatch.setattr(web.StreamResponse, "write_eof", gone)
+    monkeypatch.setattr(ClientStream, "end", gone)
     with pytest.raises(aiohttp.ClientPayloadError):
         await setup.ask(stream=True)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -323,11 +323,12 @@ async def test_nodes_that_a_name_stands_for_prove_in_tls_that_they_have_it(
 
     monkeypatch.setattr(discovery, "resolve", resolve)
     cert, key = make_certificate(tmp_path, "DNS:decode.svc")
-    security = Security(tls=(cert, key), engine_ca=cert)
+    context = Security(tls=(cert, key)).server_context()
+    security = Security(engine_ca=cert)
     app = web.Application()
     app.router.add_post("/v1/completions", another._generate)
     node = TestServer(app, host="127.0.0.1")
-    await node.start_server(ssl=security.server_context())
+    await node.start_server(ssl=context)
     address = parse_address(f"https://dns:{asked}:{node.port}")
     try:
         setup = await make_setup(decode=(address,), security=security, health_interval=0.0)

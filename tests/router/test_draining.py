@@ -13,7 +13,7 @@ import pytest
 import yaml
 from aiohttp import web
 from vllm.bidir.router.clients import draining
-from vllm.bidir.router.clients.stream import ClientStream
+from vllm.bidir.router.http.stream import ClientStream
 from vllm.bidir.router.options import RouterOptions
 
 from tests.router.conftest import BODY, JSON, MakeSetup, Setup, until

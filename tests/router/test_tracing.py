@@ -412,10 +412,10 @@ async def test_a_collector_that_comes_back_is_named_as_well(
 def test_without_the_option_nothing_of_opentelemetry_is_loaded() -> None:
     code = (
         "import sys; from vllm_bidir_router import *\n"
-        "from vllm.bidir.router.app import make_app\n"
+        "from vllm.bidir.router.app import App\n"
         "from vllm.bidir.router.router import Router\n"
         "from vllm.bidir.router.options import parse\n"
-        "make_app(Router(parse([])))\n"
+        "App(Router(parse([])))\n"
         "print([name for name in sys.modules if 'opentelemetry' in name or name == 'grpc'])\n"
     )
     done = subprocess.run(

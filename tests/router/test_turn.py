@@ -413,7 +413,7 @@ async def test_the_router_starts_before_its_nodes_and_serves_once_they_come(
     options = replace(setup.router.options, decode=(late,))
     server = RouterServer(Router(options))
     await server.start_server()
-    url = str(server.make_url("/v1/completions"))
+    url = server.url + "/v1/completions"
     async with setup.client.post(url, json=BODY) as response:
         assert response.status == 503
     engine = FakeEngine("decode")

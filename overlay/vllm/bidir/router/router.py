@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from contextlib import closing
+from contextlib import asynccontextmanager, closing
 
-from aiohttp import web
 from vllm.bidir.router.clients.access import Access
 from vllm.bidir.router.clients.certificate import ServerCertificate
 from vllm.bidir.router.clients.draining import Draining
@@ -45,7 +44,7 @@ from vllm.bidir.router.turns.turns import Turns
 
 
 class Router:
-    """Everything one router owns; `app.make_app` makes an aiohttp application of it.
+    """Everything one router owns; `app.App` serves requests with it.
 
     `failed`: something that runs beside the requests has ended with an error, and the router ends.
     """
@@ -113,7 +112,8 @@ class Router:
         self.state: State = Alone()
         self._link: RedisLink | None = None
 
-    async def lifespan(self, app: web.Application) -> AsyncIterator[None]:
+    @asynccontextmanager
+    async def lifespan(self) -> AsyncIterator[None]:
         """Open the client, watch nodes come up, renew leases; end it all at the end."""
         tls = self.options.security.engine_context()
         with closing(NodeClient(self.options.connect_timeout, tls)) as client:

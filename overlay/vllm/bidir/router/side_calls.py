@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from aiohttp import web
 from vllm.bidir.router.clients.access import Access
 from vllm.bidir.router.clients.body import read_body
 from vllm.bidir.router.clients.client_params import refuse_params
 from vllm.bidir.router.clients.errors import ClientError
-from vllm.bidir.router.clients.headers import NAMED, REQUEST_ID, to_engine
+from vllm.bidir.router.clients.headers import REQUEST_ID, to_engine
+from vllm.bidir.router.http.request import Request
+from vllm.bidir.router.http.response import Response
 from vllm.bidir.router.nodes.calls import Calls, Unreachable
 from vllm.bidir.router.nodes.node import Node
 from vllm.bidir.router.process.in_time import in_time
@@ -32,25 +33,21 @@ class SideCalls:
         self._access = access
         self._nodes = nodes
 
-    async def serve(self, http: web.Request) -> web.Response:
+    async def serve(self, request: Request) -> Response:
         """The first answer as it is; ClientError 503 if there is none."""
-        body = await read_body(http) if http.method == "POST" else b""
+        body = await read_body(request) if request.method == "POST" else b""
         refuse_params(body)
-        named = NAMED.get()
-        headers = to_engine(http.headers, self._access.authorization(http.headers))
+        named = request.named
+        headers = to_engine(request.headers, self._access.authorization(request.headers))
         headers |= {REQUEST_ID: named, "Content-Type": "application/json"}
         for node in self._nodes():
             try:
                 # HEAD asks for the same as GET: the server leaves the body out.
-                method, limit_s = ("POST", _POST_S) if http.method == "POST" else ("GET", _GET_S)
-                asking = self._calls.ask(node, method, http.path, headers, body)
+                method, limit_s = ("POST", _POST_S) if request.method == "POST" else ("GET", _GET_S)
+                asking = self._calls.ask(node, method, request.path, headers, body)
                 answer = await in_time(asking, limit_s)
             except Unreachable:
                 continue
-            return web.Response(
-                status=answer.status,
-                body=answer.body,
-                content_type=answer.content_type,
-                headers={**answer.headers, REQUEST_ID: named},
-            )
+            said = {**answer.headers, REQUEST_ID: named}
+            return Response(answer.status, answer.body, answer.content_type, said)
         raise ClientError(503, "No decode node can be reached. Try again later.")

@@ -5,19 +5,17 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 
-from aiohttp import web
 from vllm.bidir.router.clients.errors import ClientError
 from vllm.bidir.router.clients.keys import Keys
 from vllm.bidir.router.clients.security import Security
+from vllm.bidir.router.http.request import Request
 
 TENANT_HEADER = "X-Tenant-ID"
 _MAX_TENANT = 512
 # What probes, scrapers, browsers and tools ask, which carry no key.
 _OPEN = frozenset(("/", "/status", "/health", "/ready", "/metrics", "/version", "/openapi.json"))
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Access:
@@ -28,12 +26,10 @@ class Access:
         self._tenant_header = security.tenant_header
         self._replaces = security.replaces_authorization(keys.engine)
 
-    @web.middleware
-    async def guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse with 401 what carries none of the clients' keys, if there are any."""
+    def check(self, request: Request) -> None:
+        """ClientError 401 for what carries none of the clients' keys, if there are any."""
         if self._keys.clients and request.path not in _OPEN and not self._has_key(request.headers):
             raise ClientError(401, "Give an API key: `Authorization: Bearer KEY` or `X-API-Key`.")
-        return await handler(request)
 
     def tenant(self, headers: Mapping[str, str]) -> str:
         """What keeps the conversations of different clients apart; never shown, only digested."""

@@ -12,22 +12,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from contextvars import ContextVar
 
-from aiohttp import web
 from vllm.bidir.router.clients.errors import ClientError, error_event
+from vllm.bidir.router.http.connection import Answered
+from vllm.bidir.router.http.request import Request
+from vllm.bidir.router.http.response import Response
+from vllm.bidir.router.http.routes import Handler
 from vllm.bidir.router.telemetry.metrics import Metrics
 
 logger = logging.getLogger("vllm_bidir_router")
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-# Whether the streamed answer of this task's request has begun: its status has been said.
-ANSWER_BEGUN: ContextVar[bool] = ContextVar("ANSWER_BEGUN", default=False)
-# Whether its end has been written, though the client may not have read it yet.
-ANSWER_ENDED: ContextVar[bool] = ContextVar("ANSWER_ENDED", default=False)
 # For the last event to clients that read slowly.
 _LAST_WORDS_S = 1.0
 _SAID = "The router is shutting down. Try again."
@@ -39,9 +34,9 @@ class ShuttingDownError(ClientError):
     def __init__(self) -> None:
         super().__init__(503, _SAID)
 
-    def response(self, path: str = "") -> web.Response:
+    def response(self, path: str = "") -> Response:
         made = super().response(path)
-        made.force_close()
+        made.close = True
         return made
 
 
@@ -73,7 +68,7 @@ class Draining:
     def admit(self, handler: Handler) -> Handler:
         """The same handler, for requests that are refused, waited for and cut as told above."""
 
-        async def admitted(http: web.Request) -> web.StreamResponse:
+        async def admitted(request: Request) -> Answered:
             if self._refuses:
                 self._metrics.refused("router", "draining")
                 raise ShuttingDownError
@@ -81,16 +76,20 @@ class Draining:
             assert task is not None
             self._under_way.add(task)
             try:
-                return await handler(http)
+                return await handler(request)
             except asyncio.CancelledError:
                 if task not in self._cut:
                     raise  # it is the client that has gone
-                if not ANSWER_BEGUN.get():
+                if request.stream is None:
                     if sys.version_info >= (3, 11):
                         task.uncancel()
                     raise ShuttingDownError from None
-                if not ANSWER_ENDED.get():
-                    await _end_stream(http)
+                if not request.stream.ended:
+                    # Whole lines have been sent, perhaps in the middle of an event: a blank line
+                    # ends that. A client may have gone at the same moment.
+                    with suppress(ConnectionError):
+                        last = error_event(503, _SAID, request.path, after=b"\n")
+                        await request.stream.end(last)
                 raise
             finally:
                 self._under_way.discard(task)
@@ -134,11 +133,3 @@ class Draining:
     async def _wait(self, event: asyncio.Event, seconds: float) -> None:
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(event.wait(), seconds)
-
-
-async def _end_stream(http: web.Request) -> None:
-    """An error as the last event of an answer that has begun."""
-    with suppress(ConnectionError):  # a client that has gone at the same moment
-        # Whole lines have been sent, perhaps in the middle of an event: a blank line ends that.
-        await http.writer.write(error_event(503, _SAID, http.path, after=b"\n"))
-        await http.writer.write_eof()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import msgspec
-from aiohttp import web
+from vllm.bidir.router.http.response import JSON, Response
 
 _HEADERS: dict[int, dict[str, str]] = {
     401: {"WWW-Authenticate": "Bearer"},
@@ -39,14 +39,10 @@ class ClientError(Exception):
         self.param = param
         self.headers = headers or _HEADERS.get(status)
 
-    def response(self, path: str = "") -> web.Response:
+    def response(self, path: str = "") -> Response:
         """The answer to a request for `path`."""
-        return web.Response(
-            status=self.status,
-            body=error_body(self.status, self.message, self.param, path),
-            content_type="application/json",
-            headers=self.headers,
-        )
+        body = error_body(self.status, self.message, self.param, path)
+        return Response(self.status, body, JSON, self.headers)
 
 
 def error_body(status: int, message: str, param: str | None = None, path: str = "") -> bytes:

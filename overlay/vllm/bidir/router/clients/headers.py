@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from contextvars import ContextVar
 
 REQUEST_ID = "X-Request-Id"
-# That of the request which is being served, given or made.
-NAMED: ContextVar[str] = ContextVar("vllm_bidir_request_id")
 _TO_ENGINES = ("traceparent", "tracestate", "baggage", "X-Vllm-Priority")
 _TO_CLIENTS = ("Retry-After", "WWW-Authenticate")
 _MAX_REQUEST_ID = 128

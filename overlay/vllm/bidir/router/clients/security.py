@@ -30,7 +30,7 @@ class Security:
     tenant_header: bool = False
     tls: tuple[Path, Path] | None = None
     engine_ca: Path | None = None
-    # As aiohttp has it.
+    # What many servers take, and a little over any header of an agent.
     max_header: int = 8190
     max_stored_responses: int = 64 << 20
     side_channels: Mapping[str, SideChannel] = field(default_factory=dict)

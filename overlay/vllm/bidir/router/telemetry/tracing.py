@@ -15,13 +15,13 @@ import threading
 import time
 from collections.abc import Sequence
 
-from aiohttp import web
 from opentelemetry import propagate
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from vllm.bidir.router.clients.access import Handler
-from vllm.bidir.router.clients.request import APIS
+from vllm.bidir.router.http.connection import Answered
+from vllm.bidir.router.http.request import Request
+from vllm.bidir.router.http.routes import Handler
 from vllm.bidir.router.telemetry.spans import CURRENT
 from vllm.bidir.router.telemetry.trace_options import GRPC, protocol
 from vllm.bidir.router.telemetry.turn_spans import TurnSpans
@@ -49,11 +49,8 @@ class Tracing:
         self._propagator = propagate.get_global_textmap()
         self._log.take_over()
 
-    @web.middleware
-    async def trace(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """The outermost middleware: every answer to a turn, refusals too, is one span."""
-        if request.path not in APIS:
-            return await handler(request)
+    async def trace(self, request: Request, handler: Handler) -> Answered:
+        """Around all else that serves a turn: every answer, refusals too, is one span."""
         spans = TurnSpans(request, self._tracer, self._propagator)
         token = CURRENT.set(spans)
         try:

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import msgspec
-from aiohttp import web
 from opentelemetry.propagators.textmap import TextMapPropagator
 from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_context
 from vllm.bidir.router.clients.errors import ClientError
 from vllm.bidir.router.clients.request import TurnRequest
 from vllm.bidir.router.clients.reuse import Reuse
+from vllm.bidir.router.http.request import Request
 from vllm.bidir.router.nodes.node import Node
 from vllm.bidir.router.telemetry.spans import Spans
 
@@ -27,22 +27,22 @@ _LONGEST_MODEL = 256
 class TurnSpans(Spans):
     """The span of one request and those below it. `close` ends them all."""
 
-    def __init__(self, http: web.Request, tracer: Tracer, propagator: TextMapPropagator) -> None:
+    def __init__(self, request: Request, tracer: Tracer, propagator: TextMapPropagator) -> None:
         self._tracer = tracer
         self._propagator = propagator
         self._reuse: Reuse | None = None
         self._leg: Span | None = None
         self._leg_begun = 0.0
-        parent = propagator.extract(http.headers)
+        parent = propagator.extract(request.headers)
         self._turn = tracer.start_span(
-            f"{http.method} {http.path}",
+            f"{request.method} {request.path}",
             parent,
             SpanKind.SERVER,
             {
-                "http.request.method": http.method,
-                "http.route": http.path,
-                "url.path": http.path,
-                "url.scheme": http.scheme,
+                "http.request.method": request.method,
+                "http.route": request.path,
+                "url.path": request.path,
+                "url.scheme": "https" if request.client.secure else "http",
             },
         )
         self._context = set_span_in_context(self._turn, parent)

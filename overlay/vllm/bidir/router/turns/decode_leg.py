@@ -6,12 +6,13 @@ from __future__ import annotations
 from contextlib import closing, suppress
 from typing import Any
 
-from aiohttp import web
 from vllm.bidir.reasons import Reason
-from vllm.bidir.router.clients.draining import ANSWER_BEGUN, ANSWER_ENDED
 from vllm.bidir.router.clients.errors import ClientError, error_event
 from vllm.bidir.router.clients.headers import to_client
-from vllm.bidir.router.clients.stream import ClientGoneError, ClientStream
+from vllm.bidir.router.http.connection import Answered
+from vllm.bidir.router.http.request import Request
+from vllm.bidir.router.http.response import Response
+from vllm.bidir.router.http.stream import ClientGoneError, ClientStream
 from vllm.bidir.router.nodes.calls import Answer, Unreachable
 from vllm.bidir.router.nodes.node import Node
 from vllm.bidir.router.nodes.policies import Ask
@@ -46,12 +47,12 @@ class DecodeLeg:
 
     async def run(
         self,
-        http: web.Request,
+        http: Request,
         turn: Turn,
         params: dict[str, Any] | None,
         seat: Seat,
         ask: Ask,
-    ) -> web.StreamResponse:
+    ) -> Answered:
         """Try decode nodes until one has sent its first byte; what follows is that node's."""
         refusal: Answer | None = None
         async for node in seat:
@@ -65,7 +66,7 @@ class DecodeLeg:
             done = await self._try_decode(http, turn, node, params)
             if isinstance(done, Answer) and params is not None:
                 done = await self._try_alone(http, turn, node)
-            if isinstance(done, web.StreamResponse):
+            if isinstance(done, Response | ClientStream):
                 return done
             # Once for both tries: a node that serves the turn alone is none that has failed.
             self._nodes.failed(node)
@@ -75,8 +76,8 @@ class DecodeLeg:
         return whole_answer(refusal, turn)
 
     async def _try_decode(
-        self, http: web.Request, turn: Turn, node: Node, params: dict[str, Any] | None
-    ) -> web.StreamResponse | Answer | None:
+        self, http: Request, turn: Turn, node: Node, params: dict[str, Any] | None
+    ) -> Answered | Answer | None:
         """What the client has been given; an Answer that says that the node has failed before its
         first byte, or None when it could not be reached, and nothing has been given."""
         try:
@@ -98,14 +99,12 @@ class DecodeLeg:
         headers = to_client(upstream.headers)
         return Answer(failed.status, failed.content_type, failed.body, headers)
 
-    async def _try_alone(
-        self, http: web.Request, turn: Turn, node: Node
-    ) -> web.StreamResponse | Answer | None:
+    async def _try_alone(self, http: Request, turn: Turn, node: Node) -> Answered | Answer | None:
         """The fault may lie with what P was to hand over: this node computes it all instead."""
         reuse, tokens = turn.reuse.reason, turn.reuse.tokens
         turn.reuse.reason, turn.reuse.tokens = Reason.TRANSFER_FAILED, None
         done = await self._try_decode(http, turn, node, None)
-        if isinstance(done, web.StreamResponse):
+        if isinstance(done, Response | ClientStream):
             self._metrics.decode_alone(Reason.TRANSFER_FAILED)
         else:
             turn.reuse.reason, turn.reuse.tokens = reuse, tokens
@@ -134,9 +133,7 @@ class DecodeLeg:
             upstream.close()
             raise
 
-    async def _answer(
-        self, turn: Turn, node: Node, upstream: Reply, whole: bytes
-    ) -> web.StreamResponse:
+    async def _answer(self, turn: Turn, node: Node, upstream: Reply, whole: bytes) -> Answered:
         body, found = take_params(whole)
         if upstream.status == 200:
             await self._keeping.keep(turn, node, found)
@@ -145,20 +142,17 @@ class DecodeLeg:
         return whole_answer(Answer.of(upstream, body), turn)
 
     async def _stream(
-        self, http: web.Request, turn: Turn, node: Node, upstream: Reply, first: bytes
-    ) -> web.StreamResponse:
+        self, http: Request, turn: Turn, node: Node, upstream: Reply, first: bytes
+    ) -> Answered:
         turn.progress.stream_begins(turn.reuse)
-        ANSWER_BEGUN.set(True)
         taken = StreamFilter() if turn.asked is None else ResponsesFilter()
         at_once, first = (first, b"") if taken.passes(first) else (b"", first)
-        client = await ClientStream.begin(http, turn.answer_headers, at_once)
+        client = ClientStream.begin(http, turn.answer_headers, at_once)
         # A client may go as soon as it has its answer, a moment before this is cancelled.
         with suppress(ConnectionResetError):
             left = await self._pass_through(client, taken, turn, node, upstream, first)
-            # Whoever cuts it from here on has nothing to add.
-            ANSWER_ENDED.set(True)
             await client.end(left)
-        return client.response
+        return client
 
     async def _pass_through(
         self,
@@ -215,11 +209,7 @@ def no_decode_node() -> ClientError:
     return ClientError(503, "No decode node can be reached. Try again later.")
 
 
-def whole_answer(answer: Answer, turn: Turn) -> web.Response:
+def whole_answer(answer: Answer, turn: Turn) -> Response:
     """A node's answer that is no stream, for the client."""
-    return web.Response(
-        status=answer.status,
-        body=answer.body,
-        content_type=answer.content_type,
-        headers={**answer.headers, **turn.answer_headers},
-    )
+    headers = {**answer.headers, **turn.answer_headers}
+    return Response(answer.status, answer.body, answer.content_type, headers)

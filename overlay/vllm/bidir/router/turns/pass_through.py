@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from vllm.bidir.router.clients.stream import ClientStream
+from vllm.bidir.router.http.stream import ClientStream
 from vllm.bidir.router.nodes.reply import Reply
 from vllm.bidir.router.turns.stream import StreamFilter
 

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from aiohttp import web
 from vllm.bidir.reasons import Reason
 from vllm.bidir.router.clients.access import Access
 from vllm.bidir.router.clients.body import read_body
-from vllm.bidir.router.clients.headers import NAMED, REQUEST_ID, to_engine
+from vllm.bidir.router.clients.headers import REQUEST_ID, to_engine
 from vllm.bidir.router.clients.request import (
     END_HEADER,
     TurnRequest,
@@ -17,6 +16,8 @@ from vllm.bidir.router.clients.request import (
 from vllm.bidir.router.conversations.conversations import Conversations, Key
 from vllm.bidir.router.conversations.identity import Identities, trace
 from vllm.bidir.router.conversations.record import KeptTurn
+from vllm.bidir.router.http.connection import Answered
+from vllm.bidir.router.http.request import Request
 from vllm.bidir.router.nodes.calls import Answer
 from vllm.bidir.router.nodes.pool import Pool
 from vllm.bidir.router.state.state import State
@@ -57,7 +58,7 @@ class Turns:
         self._recall = recall
         self._state = state
 
-    async def serve(self, http: web.Request) -> web.StreamResponse:
+    async def serve(self, http: Request) -> Answered:
         """Answer one client; ClientError is the caller's to turn into a response."""
         progress = Progress(self._metrics)
         body = await read_body(http)
@@ -67,7 +68,7 @@ class Turns:
             await self._recall_kept(turn)
             return await self._both_legs(http, turn)
 
-    async def _both_legs(self, http: web.Request, turn: Turn) -> web.StreamResponse:
+    async def _both_legs(self, http: Request, turn: Turn) -> Answered:
         bypass = turn.request.bypass
         ask = ask_of(turn.request, turn.key, turn.kept)
         with self._nodes.seat(ask) as seat:
@@ -84,9 +85,9 @@ class Turns:
                 return whole_answer(prefilled, turn)
             return await self._decode_leg.run(http, turn, prefilled.params, seat, ask)
 
-    async def _identify(self, http: web.Request, request: TurnRequest, progress: Progress) -> Turn:
+    async def _identify(self, http: Request, request: TurnRequest, progress: Progress) -> Turn:
         last = ends_conversation(http.headers.get(END_HEADER))
-        named = NAMED.get()
+        named = http.named
         headers = to_engine(http.headers, self._access.authorization(http.headers))
         headers |= {REQUEST_ID: named, "Content-Type": "application/json"}
         tenant = self._access.tenant(http.headers)

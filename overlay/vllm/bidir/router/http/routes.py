@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which paths there are, and what serves them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+
+from vllm.bidir.router.clients.errors import ClientError
+from vllm.bidir.router.http.connection import Answered
+from vllm.bidir.router.http.request import Request
+
+Handler = Callable[[Request], Awaitable[Answered]]
+
+# What stands for the rest of a path, slashes too.
+_REST = "{id}"
+_LONGEST = 200
+
+
+class Routes:
+    """Paths by their pattern: a path, or one that ends in `{id}`, which is at least one character.
+
+    A GET is a HEAD as well: the connection leaves the body out.
+    """
+
+    def __init__(self) -> None:
+        self._by_path: dict[str, dict[str, Handler]] = {}
+        self._by_beginning: dict[str, dict[str, Handler]] = {}
+
+    def add(self, method: str, pattern: str, handler: Handler) -> None:
+        """Have it serve these requests."""
+        known, key = self._by_path, pattern
+        if pattern.endswith(_REST):
+            known, key = self._by_beginning, pattern[: -len(_REST)]
+        handlers = known.setdefault(key, {})
+        handlers[method] = handler
+        if method == "GET":
+            handlers["HEAD"] = handler
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        """Methods and patterns."""
+        for rest, known in (("", self._by_path), (_REST, self._by_beginning)):
+            for key, handlers in known.items():
+                for method in handlers:
+                    yield method, key + rest
+
+    def find(self, request: Request) -> Handler:
+        """What serves it, and its `route` and `rest`; ClientError 404, 405."""
+        pattern, rest, handlers = self._of(request.path)
+        handler = handlers.get(request.method)
+        if handler is None:
+            allowed = ", ".join(sorted(handlers))
+            said = f"Use {allowed} for {request.path[:_LONGEST]}."
+            raise ClientError(405, said, headers={"Allow": allowed})
+        request.route, request.rest = pattern, rest
+        return handler
+
+    def _of(self, path: str) -> tuple[str, str, dict[str, Handler]]:
+        handlers = self._by_path.get(path)
+        if handlers is not None:
+            return path, "", handlers
+        for beginning, handlers in self._by_beginning.items():
+            if len(path) > len(beginning) and path.startswith(beginning):
+                return beginning + _REST, path[len(beginning) :], handlers
+        raise ClientError(404, f"Unknown path {path[:_LONGEST]}.")
