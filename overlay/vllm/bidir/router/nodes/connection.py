@@ -14,6 +14,8 @@ from vllm.bidir.router.nodes.while_up import NodeDownError, is_down
 
 # Of an answer's head, and of anything else that is no body.
 _MAX_HEAD = 64 << 10
+# Of a chunk's size, with the line end: more than is read from a socket at once.
+_LONGEST_SIZE = 10
 
 
 class NodeConnection(asyncio.Protocol):
@@ -32,6 +34,8 @@ class NodeConnection(asyncio.Protocol):
         self._reply: Reply | None = None
         self._pieces: list[bytes] = []
         self._complete = False
+        # Whether the parser stands behind a chunk, and has seen nothing of the next.
+        self._between = False
         self._kept = False
         self._until_closed = False
         self._reading = True
@@ -91,6 +95,34 @@ class NodeConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
+        if self._between and self._hand_on(data):
+            return
+        self._read(data)
+
+    def _hand_on(self, data: bytes) -> bool:
+        """Whether it is exactly one chunk, and has been taken as it is. The parser misses nothing:
+        it stands between two chunks."""
+        reply = self._reply
+        if reply is None or reply.take_chunk is None:
+            return False
+        end = data.find(b"\r\n", 0, _LONGEST_SIZE)
+        size = len(data) - end - 4
+        # Nothing but a size as it is usually written: no extension, no leading zero, no space.
+        if end < 1 or size < 1 or data[:end] != b"%x" % size or not data.endswith(b"\r\n"):
+            return False
+        try:
+            taken = reply.take_chunk(data)
+        except Exception as error:
+            reply.refused(error)
+            return True
+        if taken is None:
+            return False
+        reply.heard += 1
+        if not taken:
+            reply.refused(False)
+        return True
+
+    def _read(self, data: bytes) -> None:
         parser, pieces = self._parser, self._pieces
         if parser is None:
             return
@@ -99,6 +131,8 @@ class NodeConnection(asyncio.Protocol):
             parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             fault = AnswerError(f"what a node answers is no HTTP: {type(error).__name__}")
+        # Else it has seen some of the next chunk's size.
+        self._between &= data.endswith(b"\r\n")
         if pieces:
             self._without_body = 0
             body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -149,7 +183,14 @@ class NodeConnection(asyncio.Protocol):
         )
         reply.begin(status)
 
+    def on_chunk_header(self) -> None:
+        self._between = False
+
+    def on_chunk_complete(self) -> None:
+        self._between = True
+
     def on_message_complete(self) -> None:
+        self._between = False
         self._complete = self._reply is not None and self._reply.status > 0
         # The parser does not remember it any longer.
         self._kept = self._parser is not None and self._parser.should_keep_alive()

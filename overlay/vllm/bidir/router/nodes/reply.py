@@ -20,6 +20,8 @@ from vllm.bidir.router.nodes.while_up import WhileUp
 _MAX_HELD = 64 << 10
 
 Take = Callable[[bytes], bool]
+# None: the piece is to be taken without its frame.
+TakeChunk = Callable[[bytes], bool | None]
 
 
 class AnswerError(ConnectionError):
@@ -64,6 +66,8 @@ class Reply:
         self._size = 0
         self._most = _MAX_HELD
         self._take: Take | None = None
+        # While it is relayed to somebody who takes whole chunks as they are framed.
+        self.take_chunk: TakeChunk | None = None
         # What `_take` said last when it was not True.
         self._refusal: Exception | Literal[False] | None = None
         self._while_up = None if node is None else WhileUp(node, self)
@@ -81,9 +85,11 @@ class Reply:
             await self._wait()
         return self._pop()
 
-    async def relay(self, take: Take) -> bytes | None:
+    async def relay(self, take: Take, take_chunk: TakeChunk | None = None) -> bytes | None:
         """Hand the body over as it comes; `take` is called from within the event loop.
 
+        `take_chunk` is asked before, with what comes as exactly one chunk, in its frame (RFC 9112,
+        7.1): to take it out of one and put it into another costs more than to hand it on.
         At its end what has come together with that, b"" for nothing: whoever asks for it can send
         it on together with an end. None once `take` has returned False, which means not now.
         Errors are AnswerError, if the answer breaks off, and those of `take`.
@@ -93,11 +99,11 @@ class Reply:
                 if not take(self._pop()):
                     return None
             elif self._more_to_come():
-                self._take = take
+                self._take, self.take_chunk = take, take_chunk
                 try:
                     await self._wait()
                 finally:
-                    self._take = None
+                    self._take = self.take_chunk = None
                 refusal, self._refusal = self._refusal, None
                 if refusal is False:
                     return None
@@ -150,10 +156,14 @@ class Reply:
         try:
             if self._take(body):
                 return
-            self._refusal = False
+            self.refused(False)
         except Exception as error:
-            self._refusal = error
-        self._take = None
+            self.refused(error)
+
+    def refused(self, refusal: Exception | Literal[False]) -> None:
+        """Whoever takes it has said that it cannot take more now, or has failed."""
+        self._refusal = refusal
+        self._take = self.take_chunk = None
         self.wake()
 
     def end(self, fault: Exception | None = None) -> None:

@@ -190,6 +190,9 @@ class ResponsesFilter(StreamFilter):
     def passes(self, piece: bytes) -> bool:
         return super().passes(piece) and not _ends(piece)
 
+    def passes_chunk(self, chunk: bytes) -> bool:
+        return super().passes_chunk(chunk) and not _ends(chunk)
+
     def _concerns(self, data: bytes) -> bool:
         return _ends(data) or super()._concerns(data)
 

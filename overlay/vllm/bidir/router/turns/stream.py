@@ -42,6 +42,10 @@ class StreamFilter:
         """
         return _WORD not in piece and piece.endswith(b"\n") and not self._rest
 
+    def passes_chunk(self, chunk: bytes) -> bool:
+        """The same of a piece that is still framed as one chunk."""
+        return _WORD not in chunk and chunk.endswith(b"\n\r\n") and not self._rest
+
     def feed(self, piece: bytes) -> bytes:
         """Bytes that may go out now; ValueError if a line never ends."""
         end = piece.rfind(b"\n") + 1
