@@ -94,10 +94,11 @@ def test_a_conversation_is_not_idle_while_a_turn_is_under_way() -> None:
     clock, held = Clock(), leases()
     kept = Conversations(bounds(9), held, clock)
     kept.put(b"a", leased(1), "n")
-    with kept.under_way(b"a", object()):
-        clock.now = 20.0
-        kept.end_idle("n")
-        assert len(held) == 1
+    kept.begins(b"a", "turn")
+    clock.now = 20.0
+    kept.end_idle("n")
+    assert len(held) == 1
+    kept.ends(b"a", "turn")
     clock.now = 28.0
     kept.end_idle("n")
     assert len(held) == 1
@@ -117,11 +118,13 @@ def test_who_evicts_a_turn_gives_its_lease_back() -> None:
 def test_a_turn_of_a_conversation_that_was_forgotten_has_none() -> None:
     """A new turn of the same name has: it begins another conversation."""
     kept = Conversations(bounds(9), leases(), Clock())
-    with kept.under_way(b"a", "old"):
-        assert kept.forget(b"a", Ended.DELETED) and not kept.forget(b"a", Ended.DELETED)
-        assert not kept.goes_on(b"a", "old")
-        with kept.under_way(b"a", "new"):
-            assert kept.goes_on(b"a", "new") and not kept.goes_on(b"a", "old")
+    kept.begins(b"a", "old")
+    assert kept.forget(b"a", Ended.DELETED) and not kept.forget(b"a", Ended.DELETED)
+    assert not kept.goes_on(b"a", "old")
+    kept.begins(b"a", "new")
+    assert kept.goes_on(b"a", "new") and not kept.goes_on(b"a", "old")
+    kept.ends(b"a", "new")
+    kept.ends(b"a", "old")
     assert not kept.forget(b"a", Ended.DELETED)
 
 

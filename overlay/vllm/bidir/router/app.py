@@ -24,13 +24,10 @@ class App:
 
     def __init__(self, router: Router) -> None:
         self.routes = _routes(router)
+        self.answer = self._answer if router.tracing is None else self._traced
         self._router = router
 
-    async def answer(self, request: Request) -> Answered:
-        """A whole answer, or the stream that has been sent.
-
-        A fault of the router is raised where a stream has begun: nothing else can be said then.
-        """
+    async def _traced(self, request: Request) -> Answered:
         tracing = self._router.tracing
         if tracing is None or request.path not in APIS:
             return await self._answer(request)
@@ -41,10 +38,11 @@ class App:
         self._router.metrics.answered(request.route, status)
 
     async def _answer(self, request: Request) -> Answered:
-        """Every refusal of the router itself has the error shape of its API, else OpenAI's.
+        """A whole answer, or the stream that has been sent.
 
-        And the request's id, the one that its log lines begin with, also where it has been made
-        here.
+        Every refusal of the router itself has the error shape of its API, else OpenAI's, and the
+        request's id, the one that its log lines begin with, also where it has been made here. A
+        fault of the router is raised where a stream has begun: nothing else can be said then.
         """
         request.named = request_id(request.headers)
         try:

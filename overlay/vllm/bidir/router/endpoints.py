@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
+
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from vllm.bidir.router import openapi
@@ -24,9 +26,9 @@ class Endpoints:
     def __init__(self, router: Router) -> None:
         self._router = router
 
-    async def generate(self, request: Request) -> Answered:
+    def generate(self, request: Request) -> Awaitable[Answered]:
         assert self._router.turns is not None  # set before the server listens
-        return await self._router.turns.serve(request)
+        return self._router.turns.serve(request)
 
     async def side_call(self, request: Request) -> Answered:
         assert self._router.calls is not None  # set before the server listens

@@ -61,6 +61,7 @@ _TEXT = msgspec.json.Decoder(str | None)
 _FLAG = msgspec.json.Decoder(bool | None)
 # What engines take for one that is not set, as far as it matters: in doubt D serves it alone.
 _OFF = (b"null", b"false", b"0")
+_BYPASSES = frozenset(("n", "use_beam_search", "prompt_logprobs", "echo", "prompt"))
 _LIST_OF_PROMPTS = re.compile(rb'\[\s*["\[]')
 
 Value = TypeVar("Value")
@@ -156,6 +157,8 @@ def ends_conversation(header: str | None) -> bool:
 
 def bypass_reason(fields: Fields) -> Reason | None:
     """Why P and D together would not answer this right, so that D serves it alone."""
+    if fields.keys().isdisjoint(_BYPASSES):
+        return None
     if not _is_one_of(fields.get("n"), b"null", b"1"):
         return Reason.BYPASS_N
     if not _is_one_of(fields.get("use_beam_search"), *_OFF):

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,21 +71,20 @@ class Conversations:
         """Memory that D's params take."""
         return self._params.bytes
 
-    @contextmanager
-    def under_way(self, key: Key | None, turn: object) -> Iterator[None]:
-        """While a turn runs, its conversation is not idle, and can be told to end with it."""
+    def begins(self, key: Key | None, turn: object) -> None:
+        """Until this turn `ends`, its conversation is not idle, and can be told to end with it."""
+        if key is not None:
+            self._under_way.setdefault(key, set()).add(turn)
+
+    def ends(self, key: Key | None, turn: object) -> None:
+        """The turn has ended, in whatever way."""
         if key is None:
-            yield
             return
-        self._under_way.setdefault(key, set()).add(turn)
-        try:
-            yield
-        finally:
-            turns = self._under_way.get(key, set())
-            turns.discard(turn)
-            if not turns:
-                self._under_way.pop(key, None)
-            self._touch(key)
+        turns = self._under_way.get(key, set())
+        turns.discard(turn)
+        if not turns:
+            self._under_way.pop(key, None)
+        self._touch(key)
 
     def goes_on(self, key: Key, turn: object) -> bool:
         """Whether a turn under way still has its conversation, which may have been forgotten."""

@@ -322,19 +322,14 @@ def _digests(
     """For each number of messages from the first on, a digest of them."""
     rolling = hashlib.blake2b(seed, digest_size=DIGEST_BYTES)
     # Nothing is ever reused across these two.
-    for name in ("model", "cache_salt"):
-        _add(rolling, bytes(request.fields.get(name, b"")))
+    scope = [request.fields.get(name, b"") for name in ("model", "cache_salt")]
     chain = []
-    for message in messages:
-        _add(rolling, message)
+    for message in (*scope, *messages):
+        view = memoryview(message)
+        rolling.update(view.nbytes.to_bytes(8, "little"))
+        rolling.update(view)
         chain.append(rolling.digest())
-    return chain
-
-
-def _add(rolling: hashlib.blake2b, data: msgspec.Raw | bytes) -> None:
-    view = memoryview(data)
-    rolling.update(view.nbytes.to_bytes(8, "little"))
-    rolling.update(view)
+    return chain[len(scope) :]
 
 
 def _fork(whole: bytes) -> Key:

@@ -22,6 +22,8 @@ from vllm.bidir.router.http.stream import ClientStream
 # Of a head, and of what is in a body besides it, so many times the longest field.
 _FIELDS_SIZE = 16
 _MOST_FIELDS = 128
+# What is no UTF-8 goes on as it came.
+_TEXT = ("utf-8", "surrogateescape")
 # What comes while a request is served, and belongs to those after it: more is not read. What is not
 # read does not tell whether the client is still there.
 _MOST_AHEAD = 256 << 10
@@ -233,7 +235,7 @@ class ClientConnection(asyncio.Protocol):
         method = self._parser.get_method().decode()
         request = self._coming = Request(self, method, self._target, http_11, self._limits.max_body)
         for name, value in self._fields:
-            request.headers.add(_text(name), _text(value))
+            request.headers.add(name.decode(*_TEXT), value.decode(*_TEXT))
         coding = request.headers.get("Transfer-Encoding", "chunked")
         if coding.strip().lower() != "chunked":
             request.fail(ClientError(400, "`Transfer-Encoding` may be chunked only."))
@@ -376,7 +378,3 @@ class ClientConnection(asyncio.Protocol):
         if not self._reading and self.transport is not None and not self.transport.is_closing():
             self._reading = True
             self.transport.resume_reading()
-
-
-def _text(data: bytes) -> str:
-    return data.decode("utf-8", "surrogateescape")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Mapping
-from contextlib import closing
 
 import msgspec
 from vllm.bidir.router.clients.headers import to_client
@@ -59,5 +58,8 @@ class Calls:
 
 async def whole(asking: Awaitable[Reply]) -> Answer:
     """A call's answer with its body; Unreachable."""
-    with closing(await asking) as reply:
+    reply = await asking
+    try:
         return Answer.of(reply, await reply.read())
+    finally:
+        reply.close()

@@ -169,9 +169,10 @@ def _head(
         f"User-Agent: {_AGENT}",
         "Accept: */*",
         "Accept-Encoding: identity",
-        *([f"Content-Length: {length}"] if method == "POST" else []),
-        *(f"{name}: {value}" for name, value in headers.items()),
+        *[f"{name}: {value}" for name, value in headers.items()],
     ]
+    if method == "POST":
+        lines.append(f"Content-Length: {length}")
     head = "\r\n".join(lines)
     if not head.count("\r") == head.count("\n") == len(lines) - 1 or "\0" in head:
         raise ValueError("a header field holds a line end")

@@ -14,6 +14,8 @@ from vllm.bidir.router.nodes.while_up import NodeDownError, is_down
 
 # Of an answer's head, and of anything else that is no body.
 _MAX_HEAD = 64 << 10
+# What is no UTF-8 goes on as it came.
+_TEXT = ("utf-8", "surrogateescape")
 # Of a chunk's size, with the line end: more than is read from a socket at once.
 _LONGEST_SIZE = 10
 
@@ -168,7 +170,7 @@ class NodeConnection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         reply = self._reply
         if reply is not None and not reply.status:
-            reply.headers.add(_text(name), _text(value))
+            reply.headers.add(name.decode(*_TEXT), value.decode(*_TEXT))
 
     def on_headers_complete(self) -> None:
         reply, parser = self._reply, self._parser
@@ -223,7 +225,3 @@ class NodeConnection(asyncio.Protocol):
         reply, self._reply = self._reply, None
         if reply is not None:
             reply.end(fault)
-
-
-def _text(data: bytes) -> str:
-    return data.decode("utf-8", "surrogateescape")

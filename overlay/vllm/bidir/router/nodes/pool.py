@@ -90,7 +90,8 @@ class Pool:
 
     def is_down(self, name: str) -> bool:
         """Whether checks have found that node down; False for one that is not on the list."""
-        return any(node.name == name and node.health.up is False for node in self._nodes)
+        node = self.named(name)
+        return node is not None and node.health.up is False
 
     def candidates(self, first: str | None = None) -> Iterator[Node]:
         """Usable nodes for a call that is no turn: the one called `first`, the others in turns."""
@@ -100,7 +101,10 @@ class Pool:
 
     def named(self, name: str) -> Node | None:
         """The node on the list that has this name (host:port)."""
-        return next((node for node in self._nodes if node.name == name), None)
+        for node in self._nodes:
+            if node.name == name:
+                return node
+        return None
 
     def watch(self, watcher: Watcher) -> None:
         """Tell it of the nodes that are here, and of all that come and go."""

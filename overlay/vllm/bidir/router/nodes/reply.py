@@ -76,13 +76,13 @@ class Reply:
         """The whole body; AnswerError if it breaks off."""
         self._most = sys.maxsize
         while self._more_to_come():
-            await self._wait()
+            await self._more()
         return self._pop()
 
     async def read_some(self) -> bytes:
         """What has come of the body, at least one byte; b"" at its end."""
         while not self._held and self._more_to_come():
-            await self._wait()
+            await self._more()
         return self._pop()
 
     async def relay(self, take: Take, take_chunk: TakeChunk | None = None) -> bytes | None:
@@ -101,7 +101,7 @@ class Reply:
             elif self._more_to_come():
                 self._take, self.take_chunk = take, take_chunk
                 try:
-                    await self._wait()
+                    await self._more()
                 finally:
                     self._take = self.take_chunk = None
                 refusal, self._refusal = self._refusal, None
@@ -125,7 +125,7 @@ class Reply:
     @property
     def waits(self) -> bool:
         """Whether somebody waits for more of it."""
-        return self._waiter is not None
+        return self._waiter is not None and not self._waiter.done()
 
     def fail(self, fault: Exception) -> None:
         """End it with an error for whoever waits, and on the node."""
@@ -135,7 +135,7 @@ class Reply:
     async def begun(self) -> None:
         """Its head is there."""
         while not self.status and self._more_to_come():
-            await self._wait()
+            await self._more()
 
     def begin(self, status: int) -> None:
         """Its head is there, and these are its `headers`."""
@@ -174,8 +174,9 @@ class Reply:
         self.wake()
 
     def wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def _watch_no_more(self) -> None:
         watch, self._while_up = self._while_up, None
@@ -191,15 +192,13 @@ class Reply:
             raise self._fault
         return self._connection is not None
 
-    async def _wait(self) -> None:
+    def _more(self) -> asyncio.Future[None]:
+        """Done when something has come, or when nothing will any more."""
         assert self._connection is not None  # more is to come
         self._connection.resume()
         self.heard += 1
-        self._waiter = self._connection.loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        waiter = self._waiter = self._connection.loop.create_future()
+        return waiter
 
     def _pop(self) -> bytes:
         held = self._held[0] if len(self._held) == 1 else b"".join(self._held)

@@ -86,12 +86,13 @@ class SideChannels:
         """
         if params.get("remote_port") is None and not params.get("remote_block_ids"):
             return params
-        named = self._named(params, node)
+        given = self._given.get(node)
+        named = self._named(params, node, given)
         if named is None:
             return None
         engine, place = named
-        told = self._host(node, host)
-        if not self._is_constant(node, engine, place, told):
+        told = host if given is None else given.host
+        if not self._is_constant(node, engine, place, told, given):
             return None
         return {**params, "remote_host": told}
 
@@ -101,18 +102,21 @@ class SideChannels:
         Only a port that the engine has named here before is one that it has. Their host is the one
         that a router has put there.
         """
-        named = self._named(params, node)
+        given = self._given.get(node)
+        named = self._named(params, node, given)
         if named is None:
             return None
         engine, place = named
-        if self._ports(node) is None:
+        if given is None or given.ports is None:
             engines = self._engines.get(node)
             here = None if engines is None else engines.get(engine)
             if here is None or here.known.port != place.port:
                 return None
-        return {**params, "remote_host": self._host(node, host)}
+        return {**params, "remote_host": host if given is None else given.host}
 
-    def _named(self, params: dict[str, Any], node: str) -> tuple[str, _Place] | None:
+    def _named(
+        self, params: dict[str, Any], node: str, given: SideChannel | None
+    ) -> tuple[str, _Place] | None:
         """The engine and its side channel, if both are of a kind that this node may name."""
         engine, port = params.get("remote_engine_id"), params.get("remote_port")
         host = params.get("remote_host")
@@ -122,7 +126,7 @@ class SideChannels:
             return None
         if host is not None and (not isinstance(host, str) or not 0 < len(host) <= _MAX_HOST):
             return None
-        ports = self._ports(node)
+        ports = None if given is None else given.ports
         if (ports is not None and port not in ports) or self._is_anothers(node, engine):
             return None
         return engine, _Place(host, port)
@@ -133,13 +137,15 @@ class SideChannels:
             return False
         return any(engine in engines for engines in self._engines.values())
 
-    def _is_constant(self, node: str, engine: str, place: _Place, told: str) -> bool:
+    def _is_constant(
+        self, node: str, engine: str, place: _Place, told: str, given: SideChannel | None
+    ) -> bool:
         """Whether this engine has named no other place; two in a row that agree have moved it.
 
         An engine id that an operator has fixed may come back elsewhere after a restart. Which of
         the ports that an operator has named does not matter.
         """
-        if self._ports(node) is not None:
+        if given is not None and given.ports is not None:
             place = place._replace(port=0)
         engines = self._engines.setdefault(node, OrderedDict())
         here = engines.get(engine)
@@ -159,14 +165,6 @@ class SideChannels:
             here.known = place
         here.moved = None if place == here.known else place
         return here.moved is None
-
-    def _host(self, node: str, host: str) -> str:
-        given = self._given.get(node)
-        return host if given is None else given.host
-
-    def _ports(self, node: str) -> range | None:
-        given = self._given.get(node)
-        return None if given is None else given.ports
 
 
 def parse_side_channel(text: str) -> tuple[str, SideChannel]:

@@ -41,7 +41,6 @@ class WhileUp:
         self.patient = False
         self._node = node
         self._answer = answer
-        self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         node.awaited.add(self._down)
 
@@ -58,7 +57,9 @@ class WhileUp:
             self._listen()
 
     def _listen(self) -> None:
-        self._timer = self._loop.call_later(SILENT_S, self._listened, self._answer.heard)
+        self._timer = asyncio.get_running_loop().call_later(
+            SILENT_S, self._listened, self._answer.heard
+        )
 
     def _listened(self, heard_before: int) -> None:
         self._timer = None

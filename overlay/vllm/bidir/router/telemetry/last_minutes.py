@@ -18,7 +18,7 @@ class LastMinutes:
         self._minutes: deque[tuple[int, Counter[str]]] = deque()
 
     def count(self, word: str) -> None:
-        now = self._minute()
+        now = int(self._clock() // 60)
         if not self._minutes or self._minutes[-1][0] != now:
             self._minutes.append((now, Counter()))
             self._forget(now)

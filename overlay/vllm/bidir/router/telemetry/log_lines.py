@@ -44,16 +44,27 @@ class Lines(logging.Formatter):
 
     def __init__(self, form: str, time_form: str) -> None:
         super().__init__(form, time_form)
+        self._form = form
+        self._time_form = time_form
         self._second = -1
         self._time = ""
+
+    def line(self, said: _Said) -> str:
+        """What `format` makes of its record."""
+        words = {"levelname": "INFO", "name": said.logger.name, "message": said.form % said.args}
+        return self._form % {**words, "asctime": self._when(said.created)}
 
     def formatTime(  # noqa: N802 - logging's name for it
         self, record: logging.LogRecord, datefmt: str | None = None
     ) -> str:
         """The time of a line, to the second."""
-        second = int(record.created)
+        return self._when(record.created)
+
+    def _when(self, created: float) -> str:
+        second = int(created)
         if second != self._second:
-            self._second, self._time = second, super().formatTime(record, datefmt)
+            self._second = second
+            self._time = time.strftime(self._time_form, time.localtime(second))
         return self._time
 
 
@@ -115,6 +126,9 @@ class LogLines(Handler):
         lines, record = [], logging.makeLogRecord({})
         for one in waiting:
             try:
+                if isinstance(one, _Said) and isinstance(self.formatter, Lines):
+                    lines.append(self.formatter.line(one) + self.terminator)
+                    continue
                 record = one.record() if isinstance(one, _Said) else one
                 lines.append(self.format(record) + self.terminator)
             except Exception:

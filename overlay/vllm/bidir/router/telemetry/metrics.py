@@ -3,19 +3,17 @@
 
 What has failed is counted here, and noted among the last errors with the node that it was on.
 
-`labels` takes a lock and makes new strings each time that it is called. What each turn counts has
-its children at hand.
+What each turn counts is counted in tallies, what is rare in prometheus_client's own metrics.
 """
 
 from __future__ import annotations
-
-from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.samples import Sample
 from vllm.bidir.reasons import Reason
 from vllm.bidir.router.telemetry.last_errors import LastErrors
 from vllm.bidir.router.telemetry.last_minutes import LastMinutes
+from vllm.bidir.router.telemetry.tallies import Durations, Tally
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _TURN_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
@@ -29,13 +27,12 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.last_errors = LastErrors()
         self.last_minutes = LastMinutes()
-        self._turns = Counter(
+        self._turns = Tally(
             "bidir_router_turns",
             "Turns by what the conversation cache gave (hit, miss) and why it was a miss.",
             ["outcome", "reason"],
-            registry=self.registry,
+            self.registry,
         )
-        self._turns_by = cache(self._turns.labels)
         self._bypassed = Counter(
             "bidir_router_decode_alone",
             "Turns that a decode node served without a prefill node, by reason.",
@@ -53,14 +50,13 @@ class Metrics:
             "Turns whose kept KV was not offered, because the prefill node does not verify it.",
             registry=self.registry,
         )
-        self._identified = Counter(
+        self._identified = Tally(
             "bidir_router_identified",
             "Turns by what said which conversation they belong to "
             "(body, header, previous_response, history, none).",
             ["by"],
-            registry=self.registry,
+            self.registry,
         )
-        self._identified_by = cache(self._identified.labels)
         self._params_dropped = Counter(
             "bidir_router_params_dropped",
             "kv_transfer_params of a node that name another side channel than its own, or another "
@@ -68,57 +64,52 @@ class Metrics:
             ["leg"],
             registry=self.registry,
         )
-        self._hosts_replaced = Counter(
+        self._hosts_replaced = Tally(
             "bidir_router_hosts_replaced",
             "kv_transfer_params of a node that name another host than the one under which the "
             "router has others reach its side channel, by leg.",
             ["leg"],
-            registry=self.registry,
+            self.registry,
         )
-        self._hosts_replaced_by = cache(self._hosts_replaced.labels)
-        self.prefill_seconds = Histogram(
+        self.prefill_seconds = Durations(
             "bidir_router_prefill_seconds",
             "Prefill leg, from sending the request to P's answer.",
-            buckets=_SECONDS,
-            registry=self.registry,
+            _SECONDS,
+            self.registry,
         )
-        self.decode_first_byte_seconds = Histogram(
+        self.decode_first_byte_seconds = Durations(
             "bidir_router_decode_first_byte_seconds",
             "Decode leg, from sending the request to the first byte of D's stream.",
-            buckets=_SECONDS,
-            registry=self.registry,
+            _SECONDS,
+            self.registry,
         )
-        first_byte_seconds = Histogram(
+        self.first_byte_seconds = Durations(
             "bidir_router_first_byte_seconds",
             "From a turn's arrival to the first byte of its stream, by outcome (hit, miss).",
-            ["outcome"],
-            buckets=_SECONDS,
-            registry=self.registry,
+            _SECONDS,
+            self.registry,
+            "outcome",
         )
-        self.first_byte_seconds_by = cache(first_byte_seconds.labels)
-        turn_seconds = Histogram(
+        self.turn_seconds = Durations(
             "bidir_router_turn_seconds",
             "From a turn's arrival to the end of its answer, by outcome (hit, miss).",
-            ["outcome"],
-            buckets=_TURN_SECONDS,
-            registry=self.registry,
+            _TURN_SECONDS,
+            self.registry,
+            "outcome",
         )
-        self.turn_seconds_by = cache(turn_seconds.labels)
-        self._prompt_tokens = Counter(
+        self._prompt_tokens = Tally(
             "bidir_router_prompt_tokens",
             "Prompt tokens of prefill legs as P counts them: reused (read back, or in P's own "
             "prefix cache) and computed.",
             ["kind"],
-            registry=self.registry,
+            self.registry,
         )
-        self._prompt_tokens_by = cache(self._prompt_tokens.labels)
-        self._answers = Counter(
+        self._answers = Tally(
             "bidir_router_answers",
             "Answers to clients, by route and HTTP status.",
             ["route", "status"],
-            registry=self.registry,
+            self.registry,
         )
-        self._answers_by = cache(self._answers.labels)
         self.queue_seconds = Histogram(
             "bidir_router_queue_seconds",
             "How long turns waited for a node with room, of those that had to wait.",
@@ -213,13 +204,12 @@ class Metrics:
             "Leases that were to be renewed and that the decode node had no longer.",
             registry=self.registry,
         )
-        self._released = Counter(
+        self._released = Tally(
             "bidir_router_lease_releases",
             "Leases given back, by reason.",
             ["reason"],
-            registry=self.registry,
+            self.registry,
         )
-        self._released_by = cache(self._released.labels)
         self._lease_call_failures = Counter(
             "bidir_router_lease_call_failures",
             "Lease calls that a decode node did not answer, by call (renew, release).",
@@ -234,24 +224,22 @@ class Metrics:
         )
 
     def hit(self) -> None:
-        self._turns_by("hit", "").inc()
+        self._turns.count("hit", "")
         self.last_minutes.count("hit")
 
     def miss(self, reason: Reason) -> None:
-        self._turns_by("miss", reason.value).inc()
+        self._turns.count("miss", reason.value)
         self.last_minutes.count(reason.value)
 
     def turns(self) -> dict[str, int]:
         """Turns since the start, by the reason of the miss, or "hit"."""
-        return {
-            sample.labels["reason"] or "hit": int(sample.value) for sample in _totals(self._turns)
-        }
+        return {reason or "hit": number for (_, reason), number in self._turns.by_labels.items()}
 
     def decode_alone_by_reason(self) -> dict[str, int]:
         return {sample.labels["reason"]: int(sample.value) for sample in _totals(self._bypassed)}
 
     def identified(self, by: str) -> None:
-        self._identified_by(by).inc()
+        self._identified.count(by)
 
     def decode_alone(self, reason: Reason) -> None:
         self._bypassed.labels(reason.value).inc()
@@ -262,17 +250,17 @@ class Metrics:
     def prompt_tokens(self, total: int | None, cached: int | None) -> None:
         """What P says of a prompt; nothing is counted unless it says both, and they fit."""
         if total is not None and cached is not None and 0 <= cached <= total:
-            self._prompt_tokens_by("reused").inc(cached)
-            self._prompt_tokens_by("computed").inc(total - cached)
+            self._prompt_tokens.count("reused", by=cached)
+            self._prompt_tokens.count("computed", by=total - cached)
 
     def answered(self, route: str, status: int) -> None:
         """`route` is one of ours, not what a client has asked for."""
-        self._answers_by(route, status).inc()
+        self._answers.count(route, str(status))
         if status >= 500:
             self.last_errors.note(f"answer to {route}", "", str(status))
 
     def host_replaced(self, leg: str) -> None:
-        self._hosts_replaced_by(leg).inc()
+        self._hosts_replaced.count(leg)
 
     def params_dropped(self, leg: str, node: str) -> None:
         self._params_dropped.labels(leg).inc()
@@ -305,7 +293,7 @@ class Metrics:
         self._state_failures.labels(kind).inc()
 
     def released(self, reason: str) -> None:
-        self._released_by(reason).inc()
+        self._released.count(reason)
 
     def lease_call_failure(self, call: str, node: str, kind: str) -> None:
         self._lease_call_failures.labels(call).inc()

@@ -20,7 +20,7 @@ def ask_of(request: TurnRequest, key: Key | None, kept: KeptTurn | None) -> Ask:
     Turns of one conversation begin alike, and without one those whose prompts have the same first
     kilobyte.
     """
-    size = sum(memoryview(field).nbytes for field in request.fields.values())
+    size = sum([memoryview(field).nbytes for field in request.fields.values()])
     tokens = size // _BYTES_PER_TOKEN
     if kept is not None:
         tokens = max(tokens - kept.tokens, 0)

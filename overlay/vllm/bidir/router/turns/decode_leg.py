@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import Any
 
 from vllm.bidir.reasons import Reason
@@ -87,11 +87,13 @@ class DecodeLeg:
             turn.spent |= params is not None and not isinstance(error, ConnectionRefusedError)
             turn.leg_failed("decode", node, type(error).__name__)
             return None
-        with closing(upstream):
+        try:
             if failed is None:
                 self._nodes.succeeded(node)
                 if _is_stream(upstream):
                     return await self._stream(http, turn, node, upstream, first)
+        finally:
+            upstream.close()
         if failed is None:
             return await self._answer(turn, node, upstream, first)
         turn.spent |= params is not None

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
@@ -64,19 +65,17 @@ class Legs:
         prompt, cached = prompt_tokens(answer.body)
         return PrefillDone(find_params(answer.body), cached, prompt)
 
-    async def decode(
+    def decode(
         self,
         node: Node,
         request: TurnRequest,
         params: dict[str, Any] | None,
         headers: dict[str, str],
-    ) -> Reply:
+    ) -> Awaitable[Reply]:
         """D's answer to the client's own request; closing it ends the request on D as well."""
         raw = None if params is None else msgspec.Raw(msgspec.json.encode(params))
         body = request.decode_body(raw)
-        return await self._client.request(
-            node.address, "POST", request.path, headers, body, node=node
-        )
+        return self._client.request(node.address, "POST", request.path, headers, body, node=node)
 
 
 class _Orders(msgspec.Struct):

@@ -51,9 +51,9 @@ class Progress:
         now = time.monotonic()
         self._spans.first_byte()
         self._metrics.decode_first_byte_seconds.observe(now - self._leg_begun)
-        self._metrics.first_byte_seconds_by(reuse.outcome).observe(now - self._arrived)
+        self._metrics.first_byte_seconds.observe(now - self._arrived, reuse.outcome)
 
     def answered(self, reuse: Reuse) -> None:
         """D's answer has gone to the client, whole."""
         seconds = time.monotonic() - self._arrived
-        self._metrics.turn_seconds_by(reuse.outcome).observe(seconds)
+        self._metrics.turn_seconds.observe(seconds, reuse.outcome)

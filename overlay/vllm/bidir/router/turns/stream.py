@@ -71,9 +71,10 @@ class StreamFilter:
         return _NEEDLE in data
 
     def _strip(self, lines: bytes) -> bytes:
-        return b"".join(
-            self._strip_line(line) if self._concerns(line) else line for line in _split(lines)
-        )
+        kept = []
+        for line in _split(lines):
+            kept.append(self._strip_line(line) if self._concerns(line) else line)
+        return b"".join(kept)
 
     def _strip_line(self, line: bytes) -> bytes:
         payload = event_payload(line)

@@ -40,12 +40,9 @@ class Turn:
     reuse: Reuse = field(default_factory=Reuse)
     # Whether a D may have read what P has handed over last.
     spent: bool = False
+    # Where the turn before is kept.
+    key: Key | None = field(init=False)
     name: str = field(init=False)
-
-    @property
-    def key(self) -> Key | None:
-        """Where the turn before is kept."""
-        return None if self.place is None else self.place.key
 
     @property
     def answer_headers(self) -> dict[str, str]:
@@ -58,6 +55,7 @@ class Turn:
         logger.warning("%s: %s leg failed on %s: %s", self.name, leg, node.name, kind)
 
     def __post_init__(self) -> None:
+        self.key = None if self.place is None else self.place.key
         # The request's id is meant to be found; of a conversation's a digest is enough.
         conversation = "-" if self.key is None else self.key.hex()[:8]
         self.name = f"[{self.request_id[:LOGGED]}] conv={conversation}"

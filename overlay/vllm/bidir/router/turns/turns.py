@@ -64,9 +64,12 @@ class Turns:
         body = await read_body(http)
         request = parse_request(http.path, body)
         turn = await self._identify(http, request, progress)
-        with self._conversations.under_way(turn.key, turn):
+        self._conversations.begins(turn.key, turn)
+        try:
             await self._recall_kept(turn)
             return await self._both_legs(http, turn)
+        finally:
+            self._conversations.ends(turn.key, turn)
 
     async def _both_legs(self, http: Request, turn: Turn) -> Answered:
         bypass = turn.request.bypass
