@@ -14,13 +14,26 @@ import pytest
 from vllm.bidir.router.http.listener import Listener
 from vllm.bidir.router.nodes.options import NodeOptions
 from vllm.bidir.router.options import Address, RouterOptions
+from vllm.bidir.router.process.runtime import new_event_loop
 from vllm.bidir.router.router import Router
 from vllm.bidir.router.server import listener
 
 from tests.router.fake_engine import FakeEngine
 
+# What speaks HTTP to clients does so on both loops that a router may run on.
+_ON_BOTH_LOOPS = ("test_connection", "test_http", "test_draining", "test_clients_go")
+
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 8}
 JSON = {"Content-Type": "application/json"}
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Which loops a test runs on."""
+    if item.path.stem in _ON_BOTH_LOOPS:
+        return {"asyncio": asyncio.new_event_loop, "uvloop": new_event_loop}
+    return {"asyncio": asyncio.new_event_loop}
 
 
 class RouterServer:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
+from vllm.bidir.router.http.request import Request
 from vllm.bidir.router.http.stream import ClientStream
 from vllm.bidir.router.nodes.reply import Reply
 
@@ -95,6 +97,23 @@ async def test_a_client_that_goes_while_it_does_not_read_ends_the_work_too(setup
     begun = time.monotonic()
     await asyncio.wait_for(engine.gone.wait(), 5)
     assert time.monotonic() - begun < GONE_WITHIN_S
+
+
+async def test_a_client_that_goes_just_before_its_first_byte_is_no_fault(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begins = ClientStream.begin
+
+    def gone(request: Request, headers: Mapping[str, str], first: bytes) -> ClientStream:
+        assert request.client.transport is not None
+        request.client.transport.abort()
+        return begins(request, headers, first)
+
+    monkeypatch.setattr(ClientStream, "begin", gone)
+    with pytest.raises(aiohttp.ClientError):
+        await setup.ask(stream=True)
+    await until(lambda: not setup.server.listener._open)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_a_client_that_goes_as_its_answer_ends_is_no_fault(

@@ -182,6 +182,7 @@ def test_a_taken_port_is_named(unused_tcp_port: int) -> None:
         )
     assert done.returncode == 1
     assert f"cannot listen on 127.0.0.1:{unused_tcp_port}" in done.stderr
+    assert "CRITICAL" not in done.stderr  # what runs beside the requests has ended in peace
 
 
 REDIS = "redis://:s3cret@redis.example:6380/2"

@@ -13,6 +13,7 @@ from vllm.bidir.router.endpoints import Endpoints
 from vllm.bidir.router.http.connection import Answered
 from vllm.bidir.router.http.request import Request
 from vllm.bidir.router.http.routes import Routes
+from vllm.bidir.router.http.stream import ClientGoneError
 from vllm.bidir.router.router import Router
 from vllm.bidir.router.side_calls import GET, POST
 
@@ -49,7 +50,11 @@ class App:
             self._router.access.check(request)
             return await self.routes.find(request)(request)
         except ClientError as refusal:
+            if request.stream is not None:
+                raise
             error = refusal
+        except ClientGoneError:
+            raise  # nobody is there to be told anything
         except Exception:
             if request.stream is not None:
                 raise

@@ -156,13 +156,15 @@ class Router:
                 runs.append(self.certificate.run)
             background = Background(self._fail)
             background.start(runs)
-            yield
-            await background.end()
-            await heartbeat.say_goodbye()
-            if self._link is not None:
-                await self._link.close()
-            if self.tracing is not None:
-                await self.tracing.close()
+            try:
+                yield
+            finally:
+                await background.end()
+                await heartbeat.say_goodbye()
+                if self._link is not None:
+                    await self._link.close()
+                if self.tracing is not None:
+                    await self.tracing.close()
 
     def _make_turns(self, legs: Legs, side_channels: SideChannels, recall: Recall) -> Turns:
         admission = Admission(side_channels, self.metrics)

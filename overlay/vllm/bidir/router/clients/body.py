@@ -19,6 +19,9 @@ _IDENTITY = "identity"
 # some clients the bare one.
 _CODINGS = {"gzip": 31, "deflate": 15}
 _BARE = -15
+# Of gzip there may be several, one after the other; an empty one has 20 bytes and takes its time.
+_MOST_MEMBERS = 100
+_WINDOW = 1024
 
 
 async def read_body(request: Request) -> bytes:
@@ -44,21 +47,30 @@ def _decompressed(body: bytes, coding: int, request: Request) -> bytes:
     if coding == _CODINGS["deflate"] and not _is_zlib(body):
         coding = _BARE
     whole: list[bytes] = []
-    size = 0
-    try:
-        while body or not whole:
-            undo = zlib.decompressobj(coding)
-            whole.append(undo.decompress(body, request.most - size + 1))
-            size += len(whole[-1])
-            if size > request.most:
-                raise request.too_large()
-            if not undo.eof:
-                raise ClientError(400, "The body is not what its headers say.")
-            # Of gzip there may be several, one after the other.
-            body = undo.unused_data
-    except zlib.error as error:
-        raise ClientError(400, "The body is not what its headers say.") from error
+    size = at = 0
+    undo, members = zlib.decompressobj(coding), 1
+    while at < len(body):
+        piece = body[at : at + _WINDOW]
+        try:
+            whole.append(undo.decompress(piece, request.most - size + 1))
+        except zlib.error as error:
+            raise _not_as_said() from error
+        size += len(whole[-1])
+        if size > request.most:
+            raise request.too_large()
+        # What is left is copied each time, so that no more is given than is likely to be taken.
+        at += len(piece) - len(undo.unused_data) - len(undo.unconsumed_tail)
+        if undo.eof and at < len(body):
+            undo, members = zlib.decompressobj(coding), members + 1
+            if members > _MOST_MEMBERS:
+                raise _not_as_said()
+    if not undo.eof:
+        raise _not_as_said()
     return b"".join(whole)
+
+
+def _not_as_said() -> ClientError:
+    return ClientError(400, "The body is not what its headers say.")
 
 
 def _is_zlib(body: bytes) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections import deque
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -17,19 +18,21 @@ import httptools
 from vllm.bidir.router.clients.errors import ClientError
 from vllm.bidir.router.http.request import Request
 from vllm.bidir.router.http.response import Response
-from vllm.bidir.router.http.stream import ClientStream
+from vllm.bidir.router.http.stream import ClientGoneError, ClientStream
 
 # Of a head, and of what is in a body besides it, so many times the longest field.
 _FIELDS_SIZE = 16
 _MOST_FIELDS = 128
 # What is no UTF-8 goes on as it came.
 _TEXT = ("utf-8", "surrogateescape")
+# Requests that wait for the one before them.
+_MOST_WAITING = 256
 # What comes while a request is served, and belongs to those after it: more is not read. What is not
 # read does not tell whether the client is still there.
 _MOST_AHEAD = 256 << 10
 # So long unread bytes are thrown away before a connection is closed: the system would tell the
 # client that it has been reset, maybe before it has read its answer.
-_LINGER_S = 2.0
+_LINGER_S = 10.0
 
 logger = logging.getLogger("vllm_bidir_router")
 
@@ -108,7 +111,9 @@ class ClientConnection(asyncio.Protocol):
 
     def end_if_silent(self, since: float) -> None:
         """Wait no longer for a request, or for the rest of one, if none has come since then."""
-        if self.heard > since:
+        if self.transport is not None and self.transport.is_closing():
+            self.abort()  # it does not read what it has been told
+        if self.heard > since or not self._reading:
             return
         if self._coming is not None:
             self._coming.fail(ClientError(408, "The body has not come."))
@@ -135,6 +140,10 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self.secure = transport.get_extra_info("sslcontext") is not None
+        connected = transport.get_extra_info("socket")
+        if connected is not None:
+            # A client whose host vanishes while nothing is sent to it is noticed all the same.
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._open.add(self)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -195,6 +204,8 @@ class ClientConnection(asyncio.Protocol):
         """
         request = self._coming
         assert request is not None  # its head is what asks
+        assert self._parser is not None  # it has just said so
+        request.keeps_alive = self._parser.should_keep_alive()
         parser = self._parser = httptools.HttpRequestParser(self)
         self._stays = True
         framing = [
@@ -202,7 +213,12 @@ class ClientConnection(asyncio.Protocol):
             for name, value in self._fields
             if name.lower() in (b"content-length", b"transfer-encoding")
         ]
-        parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
+        try:
+            parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
+        except httptools.HttpParserError as error:
+            self._log(error)
+            self._refuse(ClientError(400, "This is not valid HTTP."))
+            return None
         return rest or None
 
     def on_message_begin(self) -> None:
@@ -237,7 +253,11 @@ class ClientConnection(asyncio.Protocol):
         for name, value in self._fields:
             request.headers.add(name.decode(*_TEXT), value.decode(*_TEXT))
         coding = request.headers.get("Transfer-Encoding", "chunked")
+        if "Transfer-Encoding" in request.headers:
+            # Whoever stands before us may read it otherwise (RFC 9112, 6.1).
+            request.keeps_alive = http_11
         if coding.strip().lower() != "chunked":
+            request.keeps_alive = False
             request.fail(ClientError(400, "`Transfer-Encoding` may be chunked only."))
         # The parser has seen that it is a number, of 64 bits.
         request.expect(int(request.headers.get("Content-Length", "0")))
@@ -292,6 +312,9 @@ class ClientConnection(asyncio.Protocol):
         if self._task is None:
             self._serve_next(request)
             return
+        if len(self._waiting) == _MOST_WAITING:
+            self._coming = None
+            self._stop(ClientError(400, f"More than {_MOST_WAITING} requests have come at once."))
         self._waiting.append(request)
 
     def _serve_next(self, request: Request) -> None:
@@ -308,6 +331,9 @@ class ClientConnection(asyncio.Protocol):
             self._task = None
             self._close()
             raise
+        except ClientGoneError:
+            self._task = None
+            self.abort()
         except Exception:
             logger.exception("[%s] an answer is cut: a fault of the router", request.named)
             self._task = None
@@ -323,10 +349,7 @@ class ClientConnection(asyncio.Protocol):
         request.keeps_alive &= request.whole and not response.close and not self._ends
         self.count(request, response.status)
         said = response.head(not request.keeps_alive, request.http_11)
-        if request.method == "HEAD" or not response.body:
-            transport.write(said)
-        else:
-            transport.writelines((said, response.body))
+        transport.write(said if request.method == "HEAD" else said + response.body)
 
     def _served(self, request: Request) -> None:
         self._request = None
@@ -363,11 +386,7 @@ class ClientConnection(asyncio.Protocol):
         if transport.can_write_eof():
             transport.write_eof()
         self._resume()
-        self._lingers = self.loop.call_later(_LINGER_S, self._close_now)
-
-    def _close_now(self) -> None:
-        if self.transport is not None:
-            self.transport.close()
+        self._lingers = self.loop.call_later(_LINGER_S, self.abort)
 
     def _pause(self) -> None:
         if self._reading and self.transport is not None and not self.transport.is_closing():
@@ -377,4 +396,5 @@ class ClientConnection(asyncio.Protocol):
     def _resume(self) -> None:
         if not self._reading and self.transport is not None and not self.transport.is_closing():
             self._reading = True
+            self.heard = self.loop.time()
             self.transport.resume_reading()

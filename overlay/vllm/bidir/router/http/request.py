@@ -31,11 +31,11 @@ class Client(Protocol):
 
 
 class Request:
-    """`path` is decoded, without the query. `headers`: of one that is repeated the first counts.
+    """`path` is decoded, without the query, `raw_path` is it as it was sent. `headers`: of one that
+    is repeated the first counts. `most`: bytes that its body may have.
 
     `named` is its id, `route` the pattern of the paths that it belongs to, and `rest` what stands
-    there for the id in it: those who serve it find them out. `stream`: what of an answer is under
-    way. `most`: bytes that its body may have.
+    for the id in that: those who serve it find them out. `stream`: what of an answer is under way.
     """
 
     def __init__(
@@ -43,7 +43,8 @@ class Request:
     ) -> None:
         self.client = client
         self.method = method
-        self.path = _path(target)
+        self.raw_path = _raw_path(target)
+        self.path = _decoded(self.raw_path)
         self.http_11 = http_11
         self.most = most
         self.headers: CIMultiDict[str] = CIMultiDict()
@@ -124,12 +125,15 @@ class Request:
             self._waiter.set_result(None)
 
 
-def _path(target: bytes) -> str:
+def _raw_path(target: bytes) -> str:
     """Of a request's target in any of its forms (RFC 9112, 3.2)."""
-    path = target.partition(b"?")[0].partition(b"#")[0]
+    path = target.partition(b"?")[0]
     if not path.startswith(b"/"):
-        _scheme, slashes, rest = path.partition(b"://")
+        _, slashes, rest = path.partition(b"://")
         if slashes:
             path = b"/" + rest.partition(b"/")[2]
-    text = path.decode("ascii", "replace")
-    return unquote(text) if "%" in text else text
+    return path.decode("ascii", "replace")
+
+
+def _decoded(path: str) -> str:
+    return unquote(path) if "%" in path else path

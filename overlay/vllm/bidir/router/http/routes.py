@@ -45,7 +45,7 @@ class Routes:
 
     def find(self, request: Request) -> Handler:
         """What serves it, and its `route` and `rest`; ClientError 404, 405."""
-        pattern, rest, handlers = self._of(request.path)
+        pattern, rest, handlers = self._of(request)
         handler = handlers.get(request.method)
         if handler is None:
             allowed = ", ".join(sorted(handlers))
@@ -54,11 +54,13 @@ class Routes:
         request.route, request.rest = pattern, rest
         return handler
 
-    def _of(self, path: str) -> tuple[str, str, dict[str, Handler]]:
-        handlers = self._by_path.get(path)
+    def _of(self, request: Request) -> tuple[str, str, dict[str, Handler]]:
+        # As it was sent: who stands before us, and guards some of them, may compare it so.
+        handlers = self._by_path.get(request.raw_path)
         if handlers is not None:
-            return path, "", handlers
+            return request.raw_path, "", handlers
+        path = request.path
         for beginning, handlers in self._by_beginning.items():
-            if len(path) > len(beginning) and path.startswith(beginning):
+            if request.raw_path.startswith(beginning) and len(path) > len(beginning):
                 return beginning + _REST, path[len(beginning) :], handlers
         raise ClientError(404, f"Unknown path {path[:_LONGEST]}.")

@@ -18,7 +18,7 @@ _HEADERS = {
     "X-Accel-Buffering": "no",  # else nginx hands tokens on in lumps
 }
 _CHUNKED = {"Transfer-Encoding": "chunked"}
-# A connection's own limit, above which its buffer is to be drained.
+# Above this the client is slower than its stream; of TLS the connection itself has more room.
 _MAX_BUFFERED = 64 << 10
 _LAST_CHUNK = b"0\r\n\r\n"
 

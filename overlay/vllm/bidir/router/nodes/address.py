@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 # Before a name whose every address is a node of its own, such as a headless Kubernetes service.
 MANY = "dns:"
@@ -36,9 +37,14 @@ class Address:
         """What a certificate must be for: a name without the last dot, or an IP address."""
         return (self.found_by or self.host).partition("%")[0].removesuffix(".")
 
-    def __str__(self) -> str:
+    @cached_property
+    def text(self) -> str:
+        """As people write it, without a scheme; made once, since each turn says it."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{MANY if self.many else ''}{host}:{self.port}"
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def make_address(host: str, port: int) -> Address:

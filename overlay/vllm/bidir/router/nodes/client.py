@@ -165,7 +165,7 @@ def _head(
 ) -> bytes:
     lines = [
         f"{method} {path} HTTP/1.1",
-        f"Host: {address}",
+        f"Host: {address.text}",
         f"User-Agent: {_AGENT}",
         "Accept: */*",
         "Accept-Encoding: identity",

@@ -66,7 +66,8 @@ class NodeConnection(asyncio.Protocol):
         # In one system call, and the node wakes once: each costs more than all that is said here.
         self._transport.writelines((head, body) if body else (head,))
         try:
-            await reply.begun()
+            while not reply.status and reply.more_to_come():
+                await reply.more()
         except BaseException:
             reply.close()
             raise

@@ -76,7 +76,7 @@ class Pool:
     @property
     def waiting(self) -> int:
         """Turns in the queue."""
-        return len(self._queue)
+        return self._queue.waiting
 
     @property
     def in_flight_limit(self) -> int:
@@ -159,7 +159,8 @@ class Pool:
         node.tokens -= ask.tokens
         if node.draining and not node.in_flight:
             self._gone(node)
-        self.look_again()
+        if self._queue.waiters:
+            self._queue.serve()
 
     def succeeded(self, node: Node) -> None:
         """A turn has had its first byte, or an answer that is not the node's fault."""
@@ -188,11 +189,11 @@ class Pool:
 
     def look_again(self) -> None:
         """There may be room, or none left to wait for."""
-        if self._queue:
+        if self._queue.waiters:
             self._queue.serve()
 
     async def _take_or_wait(self, ask: Ask, tried: set[Node]) -> Node | None:
-        if not self._queue:
+        if not self._queue.waiters:
             try:
                 return self._take(ask, tried)
             except FullError:
@@ -202,23 +203,22 @@ class Pool:
     def _take(self, ask: Ask, tried: set[Node]) -> Node | None:
         now = self._clock()
         # A retry is not a turn of its own: the next turn would begin at the node that has failed.
-        left = [node for node in self._in_turns(move_on=not tried) if node not in tried]
+        left = self._in_turns(move_on=not tried)
+        if tried:
+            left = [node for node in left if node not in tried]
         usable = [node for node in left if node.health.usable(now)]
         if not usable and self._always:
             usable = [node for node in left if node.health.up is not False]
         if not usable:
             return None
-        free = [node for node in usable if self._has_room(node, now)]
+        limit = self._limits.in_flight
+        free = [node for node in usable if _has_room(node, limit, now)] if limit else usable
         if not free:
             raise FullError
         node = pick(self._policy, free, ask, now)
         node.in_flight += 1
         node.tokens += ask.tokens
         return node
-
-    def _has_room(self, node: Node, now: float) -> bool:
-        limit = self._limits.in_flight
-        return not limit or node.in_flight < max(int(limit * node.health.share(now)), 1)
 
     def _in_turns(self, move_on: bool = True) -> list[Node]:
         if not self._nodes:
@@ -250,3 +250,7 @@ class Pool:
         del self._draining[node.address]
         for watcher in self._watchers:
             watcher.gone(node)
+
+
+def _has_room(node: Node, limit: int, now: float) -> bool:
+    return node.in_flight < max(int(limit * node.health.share(now)), 1)

@@ -52,23 +52,26 @@ class Queue:
         self._take = take
         self._give_back = give_back
         self._metrics = metrics
-        self._waiters: OrderedDict[_Waiter, None] = OrderedDict()
+        # For whoever asks, each turn, whether there are any.
+        self.waiters: OrderedDict[_Waiter, None] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._waiters)
+    @property
+    def waiting(self) -> int:
+        """How many turns wait."""
+        return len(self.waiters)
 
     async def wait(self, ask: Ask, tried: set[Node]) -> Node | None:
         """A node with room, None when there is none left; ClientError 429 or 503 says "later"."""
-        if len(self._waiters) >= self._limit:
+        if len(self.waiters) >= self._limit:
             self._metrics.refused(self._role, "queue_full")
             raise ClientError(
                 429, f"All {self._role} nodes and the queue are full. Try again later."
             )
         loop = asyncio.get_running_loop()
         waiter = _Waiter(ask, tried, loop.create_future())
-        self._waiters[waiter] = None
+        self.waiters[waiter] = None
         if tried:
-            self._waiters.move_to_end(waiter, last=False)
+            self.waiters.move_to_end(waiter, last=False)
         begun = time.monotonic()
         timer = loop.call_later(self._timeout_s, self._time_out, waiter)
         self.serve()
@@ -80,12 +83,12 @@ class Queue:
             raise
         finally:
             timer.cancel()
-            del self._waiters[waiter]
+            del self.waiters[waiter]
             self._metrics.queue_seconds.labels(self._role).observe(time.monotonic() - begun)
 
     def serve(self) -> None:
         """There may be room: give it to those who have waited longest."""
-        for waiter in self._waiters:
+        for waiter in self.waiters:
             if waiter.place.done():
                 continue
             try:

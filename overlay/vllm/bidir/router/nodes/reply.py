@@ -75,14 +75,14 @@ class Reply:
     async def read(self) -> bytes:
         """The whole body; AnswerError if it breaks off."""
         self._most = sys.maxsize
-        while self._more_to_come():
-            await self._more()
+        while self.more_to_come():
+            await self.more()
         return self._pop()
 
     async def read_some(self) -> bytes:
         """What has come of the body, at least one byte; b"" at its end."""
-        while not self._held and self._more_to_come():
-            await self._more()
+        while not self._held and self.more_to_come():
+            await self.more()
         return self._pop()
 
     async def relay(self, take: Take, take_chunk: TakeChunk | None = None) -> bytes | None:
@@ -98,10 +98,10 @@ class Reply:
             if self._held:
                 if not take(self._pop()):
                     return None
-            elif self._more_to_come():
+            elif self.more_to_come():
                 self._take, self.take_chunk = take, take_chunk
                 try:
-                    await self._more()
+                    await self.more()
                 finally:
                     self._take = self.take_chunk = None
                 refusal, self._refusal = self._refusal, None
@@ -131,11 +131,6 @@ class Reply:
         """End it with an error for whoever waits, and on the node."""
         if self._connection is not None:
             self._connection.break_off(fault)
-
-    async def begun(self) -> None:
-        """Its head is there."""
-        while not self.status and self._more_to_come():
-            await self._more()
 
     def begin(self, status: int) -> None:
         """Its head is there, and these are its `headers`."""
@@ -187,12 +182,13 @@ class Reply:
         """Whether all of it has come."""
         return self._connection is None and self._fault is None
 
-    def _more_to_come(self) -> bool:
+    def more_to_come(self) -> bool:
+        """Whether it is under way still; AnswerError, NodeDownError if it has failed."""
         if self._fault is not None:
             raise self._fault
         return self._connection is not None
 
-    def _more(self) -> asyncio.Future[None]:
+    def more(self) -> asyncio.Future[None]:
         """Done when something has come, or when nothing will any more."""
         assert self._connection is not None  # more is to come
         self._connection.resume()

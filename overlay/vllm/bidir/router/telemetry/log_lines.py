@@ -83,7 +83,7 @@ class LogLines(Handler):
             self._write_now(record)
             return
         try:
-            loop = asyncio.get_running_loop()
+            asyncio.get_running_loop()
         except RuntimeError:
             self._write_now(record)
             return
@@ -93,7 +93,7 @@ class LogLines(Handler):
         except Exception:
             self.handleError(record)
             return
-        self._wait(record, loop)
+        self._wait(record)
 
     def later(self, logger: logging.Logger, form: str, *args: str) -> None:
         """The same as `logger.info`, where a loop runs, but the line is not even made before.
@@ -101,12 +101,11 @@ class LogLines(Handler):
         For this handler only.
         """
         if logger.isEnabledFor(logging.INFO):
-            said = _Said(logger, time.time(), form, args)
-            self._wait(said, asyncio.get_running_loop())
+            self._wait(_Said(logger, time.time(), form, args))
 
-    def _wait(self, one: logging.LogRecord | _Said, loop: asyncio.AbstractEventLoop) -> None:
+    def _wait(self, one: logging.LogRecord | _Said) -> None:
         if not self._waiting:
-            loop.call_later(_LATER_S, self.flush)
+            asyncio.get_running_loop().call_later(_LATER_S, self.flush)
         self._waiting.append(one)
 
     def flush(self) -> None:

@@ -172,8 +172,7 @@ class _Said(_Response):
         """Whether it says that the turn has been given up."""
         if self.response is not None:
             return self.response.aborted()
-        choices = self.choices or ()
-        return super().aborted() or any(one.finish_reason == "abort" for one in choices)
+        return super().aborted() or "abort" in [one.finish_reason for one in self.choices or ()]
 
 
 _SAID = msgspec.json.Decoder(_Said)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 from vllm.bidir.reasons import Reason
@@ -151,9 +150,11 @@ class DecodeLeg:
         at_once, first = (first, b"") if taken.passes(first) else (b"", first)
         client = ClientStream.begin(http, turn.answer_headers, at_once)
         # A client may go as soon as it has its answer, a moment before this is cancelled.
-        with suppress(ConnectionResetError):
+        try:
             left = await self._pass_through(client, taken, turn, node, upstream, first)
             await client.end(left)
+        except ClientGoneError:
+            pass
         return client
 
     async def _pass_through(

@@ -10,7 +10,7 @@ import msgspec
 from vllm.bidir.reasons import Reason
 from vllm.bidir.router.clients.request import TurnRequest
 from vllm.bidir.router.clients.reuse import prompt_tokens
-from vllm.bidir.router.nodes.calls import Answer, whole
+from vllm.bidir.router.nodes.calls import Answer
 from vllm.bidir.router.nodes.client import NodeClient
 from vllm.bidir.router.nodes.node import Node
 from vllm.bidir.router.nodes.reply import Reply
@@ -56,14 +56,19 @@ class Legs:
         """Run the prefill leg on one node. An Answer is its refusal; Unreachable may be
         raised, for one that P has aborted, too."""
         body = request.prefill_body(params)
-        asking = self._client.request(node.address, "POST", request.path, headers, body, node=node)
-        answer = await whole(asking)
-        if answer.status != 200:
-            return answer
-        if whole_failure(answer.body, request.path) is not None:
+        reply = await self._client.request(
+            node.address, "POST", request.path, headers, body, node=node
+        )
+        try:
+            answer = await reply.read()
+        finally:
+            reply.close()
+        if reply.status != 200:
+            return Answer.of(reply, answer)
+        if whole_failure(answer, request.path) is not None:
             raise AbortedError
-        prompt, cached = prompt_tokens(answer.body)
-        return PrefillDone(find_params(answer.body), cached, prompt)
+        prompt, cached = prompt_tokens(answer)
+        return PrefillDone(find_params(answer), cached, prompt)
 
     def decode(
         self,
