@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 from tests.router.redis_server import RedisServer
 from tools.bench.errors import BenchError
+from tools.bench.router import yardstick
 from tools.bench.router.arguments import parse
 from tools.bench.router.client import Connection as ClientConnection
 from tools.bench.router.client import Reply, unchunked
@@ -250,6 +252,41 @@ def test_the_report_shows_what_an_arm_adds_and_what_is_not_met() -> None:
     assert [one[2:4] for one in adds] == [["2.50 ms", "2.50 ms"]] * 2
     assert sum(row[-2] == "NOT MET" for row in rows if len(row) > 2) == 3
     assert "1000 bytes each" in text and "warning: busy" in text
+
+
+def test_the_report_says_how_fast_the_machine_was_and_whether_that_changed() -> None:
+    data = results(2.0, 2.0, 120.0)
+    assert "Yardstick" not in report(data)
+    for spread, steady in ((1.2, True), (1.3, False)):
+        for arms in data["samples"].values():
+            for rows in arms.values():
+                rows[:] = [{**rows[0], "yardstick_ms": ms} for ms in (10.0, 10.0 * spread)]
+        text = report(data)
+        assert f"took 10.0-{10 * spread:.1f} ms" in text
+        assert ("run it again" not in text) is steady
+
+
+def test_what_is_disturbed_is_measured_again_but_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    speeds = iter([30.0, 30.0, 10.0, 30.0, 10.0, 10.0])
+    monkeypatch.setattr(yardstick, "measure", lambda core: next(speeds))
+    monkeypatch.setattr(yardstick, "_LOOK_S", 0.0)
+    said: list[str] = []
+    measured = iter("abc")
+    assert yardstick.calmly(lambda: next(measured), 0, 12.0, said.append) == ("b", 10.0)
+    assert "waiting" in said[0] and "measured again" in said[1] and len(said) == 2
+    monkeypatch.setattr(yardstick, "measure", lambda core: 30.0)
+    monkeypatch.setattr(yardstick, "_PATIENCE_S", 0.0)
+    measured = iter("abcd")
+    assert yardstick.calmly(lambda: next(measured), 0, 12.0, said.append) == ("c", 30.0)
+    assert yardstick.calmly(lambda: next(measured), 0, math.inf, said.append) == ("d", 30.0)
+
+
+def test_the_yardstick_is_measured_on_its_core_and_leaves_this_process_where_it_was() -> None:
+    before = os.sched_getaffinity(0)
+    assert 0 < yardstick.measure(min(before)) < 10_000
+    assert os.sched_getaffinity(0) == before
 
 
 def test_help_has_an_example_and_unknown_arms_are_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -108,6 +109,15 @@ def parser() -> argparse.ArgumentParser:
         help=f'one more arm, "{SHARED}": the state is kept in this Redis; no password in the URL, '
         "which the result shows",
     )
+    run.add_argument(
+        "--calm",
+        type=float,
+        default=math.inf,
+        metavar="MS",
+        help="measure only while a fixed piece of Python takes at most this long, as the last line "
+        "of a run on an idle machine says it: a virtual machine has neighbours; each measurement "
+        "waits five minutes at most, and is made again if it was disturbed (default: any time)",
+    )
     run.add_argument("--json", type=Path, default=_JSON, help=f"default {_JSON}")
     run.add_argument("--logs", type=Path, help="keep the logs in this folder (default: nowhere)")
     report = commands.add_parser("report", help="print the tables of a run again")
@@ -130,7 +140,7 @@ def parse(given: Sequence[str]) -> Asked:
         arms += (SHARED,)
     if args.chunks < 2:
         made.error("--chunks must be at least 2")
-    for flag in ("seconds", "interval"):
+    for flag in ("seconds", "interval", "calm"):
         if getattr(args, flag) <= 0:
             made.error(f"--{flag} must be above 0")
     paced = Load(
@@ -146,6 +156,7 @@ def parse(given: Sequence[str]) -> Asked:
         args.conversations,
         args.turn_tokens,
         args.redis,
+        args.calm,
     )
     return Asked(settings, args.json, args.logs)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,9 +14,10 @@ from typing import Any
 
 from tools.bench.about import busy_share, hardware, versions
 from tools.bench.errors import BenchError
+from tools.bench.router import yardstick
 from tools.bench.router.arms import OURS, Engines, between, engines
 from tools.bench.router.figures import Memory, as_json
-from tools.bench.router.load import BothLegs, Client, Load, Through, fill, measure
+from tools.bench.router.load import BothLegs, Client, Load, Sample, Through, fill, measure
 from tools.bench.router.memory import resident_mb
 from tools.cluster.readiness import Report
 
@@ -29,7 +31,8 @@ _LEASE_S = 3600.0
 class Settings:
     """One run. `conversations` 0: memory is not measured; `saturated_s` 0: nor is the maximum.
 
-    `redis`: where the state of the arm that shares it goes.
+    `redis`: where the state of the arm that shares it goes. `calm_ms`: measure only while the
+    yardstick takes no longer.
     """
 
     python: Path
@@ -40,6 +43,7 @@ class Settings:
     conversations: int
     turn_tokens: int
     redis: str | None = None
+    calm_ms: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ def run(settings: Settings, folder: Path, command: str, report: Report) -> dict[
             "repeats": settings.repeats,
             "saturated_s": settings.saturated_s,
             "turn_tokens": settings.turn_tokens,
+            "calm_ms": None if math.isinf(settings.calm_ms) else settings.calm_ms,
         },
         "samples": samples,
         "memory": asdict(memory) if memory else None,
@@ -128,9 +133,13 @@ def _arm(
         pid = None if router is None else router.process.pid
         found = {}
         for kind, load in _loads(settings).items():
-            with _undisturbed(cores.load):
-                sample = asyncio.run(measure(client, load, pid, behind.process.pid))
-            found[kind] = as_json(sample)
+
+            def once(load: Load = load) -> Sample:
+                with _undisturbed(cores.load):
+                    return asyncio.run(measure(client, load, pid, behind.process.pid))
+
+            sample, took_ms = yardstick.calmly(once, cores.between, settings.calm_ms, report)
+            found[kind] = {**as_json(sample), yardstick.KEY: took_ms}
         return found
 
 

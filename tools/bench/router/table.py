@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tools.bench.router import yardstick
 from tools.bench.router.arms import DIRECT
 from tools.bench.router.figures import Memory, Rows, Span, Verdict, added, verdicts
 
@@ -31,6 +32,9 @@ def report(data: Mapping[str, Any]) -> str:
     if memory is not None:
         parts.append(_memory(memory))
     parts.append(_required(verdicts(samples, memory, settings["concurrency"])))
+    speed = yardstick.summary(samples)
+    if speed is not None:
+        parts.append(speed)
     parts.extend(data["warnings"])
     return "\n\n".join(parts) + "\n"
 
