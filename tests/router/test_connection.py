@@ -415,9 +415,10 @@ async def test_who_does_not_read_what_it_was_told_last_is_let_go() -> None:
         assert ours.transport is not None
         ours.transport.write(b"x" * (16 << 20))
         ours.transport.close()
-        await asyncio.sleep(0.01)
-        assert listener._open
         ours.end_if_silent(0)
+        await asyncio.sleep(0.01)
+        assert listener._open, "it has had no time to read"
+        ours.end_if_silent(asyncio.get_running_loop().time())
         while listener._open:
             await asyncio.sleep(0.001)
 

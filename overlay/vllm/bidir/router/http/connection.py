@@ -110,12 +110,15 @@ class ClientConnection(asyncio.Protocol):
                 self._waiter = None
 
     def end_if_silent(self, since: float) -> None:
-        """Wait no longer for a request, or for the rest of one, if none has come since then."""
-        if self.transport is not None and self.transport.is_closing():
-            self.abort()  # it does not read what it has been told
+        """Wait no longer for a request, or for the rest of one, if none has come since then.
+
+        Nor for a client to read what it was told last.
+        """
         if self.heard > since or not self._reading:
             return
-        if self._coming is not None:
+        if self.transport is not None and self.transport.is_closing():
+            self.abort()  # it does not read what it has been told
+        elif self._coming is not None:
             self._coming.fail(ClientError(408, "The body has not come."))
         elif self._task is None:
             self._close()
