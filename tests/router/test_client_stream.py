@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import pytest
-from vllm.bidir.router.http.connection import Answered, ClientConnection, Limits
+from vllm.bidir.router.http.connection import Answered, ClientConnection
+from vllm.bidir.router.http.reader import Limits
 from vllm.bidir.router.http.request import Request
 from vllm.bidir.router.http.stream import ClientGoneError, ClientStream
 from vllm.bidir.router.process.runtime import new_event_loop

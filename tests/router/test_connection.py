@@ -14,8 +14,9 @@ import pytest
 from vllm.bidir.router.clients.body import read_body
 from vllm.bidir.router.clients.errors import ClientError
 from vllm.bidir.router.http import connection as connection_module
-from vllm.bidir.router.http.connection import Answered, ClientConnection, Limits
+from vllm.bidir.router.http.connection import Answered, ClientConnection
 from vllm.bidir.router.http.listener import Listener
+from vllm.bidir.router.http.reader import Limits
 from vllm.bidir.router.http.request import Request
 from vllm.bidir.router.http.response import Response
 from vllm.bidir.router.http.stream import ClientStream
@@ -380,7 +381,7 @@ async def test_what_never_ends_is_ended(endless: bytes) -> None:
         status, fields, _ = await client.answer()
         assert (status, fields["Connection"]) == (400, "close")
         (ours,) = listener._open or (None,)
-        assert ours is None or ours._parser is None
+        assert ours is None or ours._reader._parser is None
 
 
 async def test_a_fault_behind_a_request_does_not_take_its_answer() -> None:

@@ -7,8 +7,8 @@ import asyncio
 import signal
 
 from vllm.bidir.router.app import App
-from vllm.bidir.router.http.connection import Limits
 from vllm.bidir.router.http.listener import Listener
+from vllm.bidir.router.http.reader import Limits
 from vllm.bidir.router.router import Router
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import ssl
 
-from vllm.bidir.router.http.connection import Application, ClientConnection, Limits
+from vllm.bidir.router.http.connection import Application, ClientConnection
+from vllm.bidir.router.http.reader import Limits
 
 # Above the idle timeouts of load balancers (60 s), so that none sends on a connection that is
 # being closed here.
