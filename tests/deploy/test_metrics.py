@@ -76,7 +76,7 @@ WORDS: dict[str, set[str]] = {
         "shared.py",
         "lines.py",
     ),
-    "prompt_tokens_total{kind}": named_in(r'_prompt_tokens_by\("(\w+)"', "metrics.py"),
+    "prompt_tokens_total{kind}": named_in(r'_prompt_tokens\.count\("(\w+)"', "metrics.py"),
     "identified_total{by}": named_in(r'(?:return \S+, |else )"(\w+)"', "identity.py")
     | named_in(r'identified\("(\w+)"', "turns.py"),
 }

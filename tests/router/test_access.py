@@ -104,6 +104,8 @@ async def test_only_who_has_a_key_may_ask(
     assert got == status
     if status == 401:
         assert json.loads(body)["error"]["code"] == 401
+        # Of this route, and not of one that nobody knows.
+        assert setup.metric("bidir_router_answers_total", route="/v1/completions", status="401")
         assert setup.prefill[0].asked == setup.decode[0].asked == []
 
 

@@ -229,6 +229,17 @@ async def test_who_wants_another_protocol_and_then_no_more_gets_no_more(head: by
         assert await client.rest() == b""
 
 
+@pytest.mark.parametrize("wish", [b"keep-alive", b"keep-alive, upgrade\r\nUpgrade: x"])
+async def test_chunks_of_an_old_client_end_its_connection(wish: bytes) -> None:
+    async with listening() as (_, listener):
+        client = await Client.to(listener)
+        head = b"POST /echo HTTP/1.0\r\nTransfer-Encoding: chunked\r\nConnection: " + wish
+        client.writer.write(head + b"\r\n\r\n1\r\na\r\n0\r\n\r\n" + GET % b"/next")
+        status, fields, body = await client.answer()
+        assert (status, fields["Connection"], body) == (200, "close", b"a")
+        assert await client.rest() == b""
+
+
 @pytest.mark.parametrize("coding", [b"gzip", b"identity"])
 async def test_who_wants_another_protocol_may_not_send_what_is_none(
     coding: bytes, caplog: pytest.LogCaptureFixture
@@ -425,7 +436,12 @@ async def test_who_does_not_read_what_it_was_told_last_is_let_go() -> None:
 
 
 @pytest.mark.parametrize(
-    "codings", [b"Transfer-Encoding: gzip, chunked", b"Transfer-Encoding: chunked, chunked"]
+    "codings",
+    [
+        b"Transfer-Encoding: gzip, chunked",
+        b"Transfer-Encoding: chunked, chunked",
+        b"Transfer-Encoding: gzip, chunked\r\nConnection: upgrade\r\nUpgrade: x",
+    ],
 )
 async def test_only_chunks_are_taken_apart(codings: bytes) -> None:
     async with listening() as (_, listener):

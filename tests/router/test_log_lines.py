@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from vllm.bidir.router.telemetry.log_lines import Lines, LogLines, TurnLog
+from vllm.bidir.router.telemetry.log_lines import Lines, LogLines, TurnLog, _Said
 
 # What is to be written has been by then.
 LONG_S = 0.2
@@ -98,16 +98,30 @@ async def test_a_line_that_cannot_be_made_takes_no_other_with_it(
     assert "no number" in capsys.readouterr().err  # logging's own word about it
 
 
+@pytest.mark.parametrize("ours", [True, False])
 async def test_what_a_turn_says_that_cannot_be_made_takes_no_other_with_it(
-    logger: logging.Logger, writes: Writes, capsys: pytest.CaptureFixture[str]
+    ours: bool, logger: logging.Logger, writes: Writes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (lines,) = logger.handlers
     assert isinstance(lines, LogLines)
+    if ours:
+        lines.setFormatter(Lines("%(message)s", "%H"))
     for form, word in (("%s", "before"), ("%d", "no number"), ("%s", "behind")):
         lines.later(logger, form, word)
     await asyncio.sleep(LONG_S)
     assert writes.getvalue() == "before\nbehind\n"
     assert "no number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("form", "args"), [("%s: %s", ("turn", "100%")), ("100%%", ()), ("said", ())]
+)
+def test_a_line_that_is_made_without_a_record_is_what_logging_makes_of_one(
+    form: str, args: tuple[str, ...]
+) -> None:
+    lines = "%(levelname)s %(asctime)s [router] %(name)s %(message)s", "%m-%d %H:%M:%S"
+    said = _Said(logging.getLogger("some.name"), 1_800_000_000.25, form, args)
+    assert Lines(*lines).line(said) == logging.Formatter(*lines).format(said.record())
 
 
 async def test_what_a_turn_says_is_a_line_like_any_other_and_in_its_place(

@@ -7,9 +7,12 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from vllm.bidir.reasons import Reason
+from vllm.bidir.router.clients.request import bypass_reason
 from vllm.bidir.router.options import Address
 from vllm.bidir.router.router import Router
 
@@ -471,3 +474,26 @@ async def test_many_turns_at_once_are_kept_apart(setup: Setup) -> None:
     await asyncio.gather(*(conversation(number) for number in range(40)))
     assert len(setup.router.conversations) == 40
     assert setup.metric("bidir_router_turns_total", outcome="hit", reason="") == 80
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("n", b"2", Reason.BYPASS_N),
+        ("n", b"1", None),
+        ("use_beam_search", b"true", Reason.BYPASS_N),
+        ("use_beam_search", b"false", None),
+        ("prompt_logprobs", b"0", Reason.BYPASS_LOGPROBS),
+        ("prompt_logprobs", b"null", None),
+        ("echo", b"true", Reason.BYPASS_LOGPROBS),
+        ("echo", b"false", None),
+        ("prompt", b'["a", "b"]', Reason.BYPASS_LIST),
+        ("prompt", b'"a"', None),
+        ("temperature", b"2", None),
+    ],
+)
+def test_each_field_alone_may_keep_a_turn_from_p(
+    field: str, value: bytes, reason: Reason | None
+) -> None:
+    fields = {"model": msgspec.Raw(b'"m"'), field: msgspec.Raw(value)}
+    assert bypass_reason(fields) is reason

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -269,18 +271,20 @@ def test_the_report_says_how_fast_the_machine_was_and_whether_that_changed() -> 
 def test_what_is_disturbed_is_measured_again_but_not_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    speeds = iter([30.0, 30.0, 10.0, 30.0, 10.0, 10.0])
+    speeds: Iterator[float] = iter([30.0, 30.0, 10.0, 30.0, 10.0, 10.0])
     monkeypatch.setattr(yardstick, "measure", lambda core: next(speeds))
     monkeypatch.setattr(yardstick, "_LOOK_S", 0.0)
     said: list[str] = []
     measured = iter("abc")
     assert yardstick.calmly(lambda: next(measured), 0, 12.0, said.append) == ("b", 10.0)
     assert "waiting" in said[0] and "measured again" in said[1] and len(said) == 2
-    monkeypatch.setattr(yardstick, "measure", lambda core: 30.0)
-    monkeypatch.setattr(yardstick, "_PATIENCE_S", 0.0)
-    measured = iter("abcd")
+    speeds, measured = itertools.cycle([10.0, 30.0]), iter("abcd")
     assert yardstick.calmly(lambda: next(measured), 0, 12.0, said.append) == ("c", 30.0)
     assert yardstick.calmly(lambda: next(measured), 0, math.inf, said.append) == ("d", 30.0)
+    # Where it is never calm, measuring again is no use.
+    monkeypatch.setattr(yardstick, "measure", lambda core: 30.0)
+    monkeypatch.setattr(yardstick, "_PATIENCE_S", 0.0)
+    assert yardstick.calmly(lambda: "e", 0, 12.0, said.append) == ("e", 30.0)
 
 
 def test_the_yardstick_is_measured_on_its_core_and_leaves_this_process_where_it_was() -> None:

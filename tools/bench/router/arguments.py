@@ -116,7 +116,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="MS",
         help="measure only while a fixed piece of Python takes at most this long, as the last line "
         "of a run on an idle machine says it: a virtual machine has neighbours; each measurement "
-        "waits five minutes at most, and is made again if it was disturbed (default: any time)",
+        "waits for that, five minutes at most, and is made again, twice at most, if it was "
+        "disturbed (default: any time)",
     )
     run.add_argument("--json", type=Path, default=_JSON, help=f"default {_JSON}")
     run.add_argument("--logs", type=Path, help="keep the logs in this folder (default: nowhere)")

@@ -1,8 +1,8 @@
 """How fast the machine is right now, whatever is measured on it.
 
 A virtual machine's cores have neighbours. What they take shows hardly in its own books, and all
-that is measured meanwhile takes up to three times as long, most of all what sleeps in between: a
-busy process keeps its caches.
+that is measured meanwhile takes up to twice as long, most of all what sleeps in between: a busy
+process keeps its caches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tools.cluster.readiness import Report
 
 KEY = "yardstick_ms"
 # Above this, figures of the same run are not of the same machine.
-MOST_SPREAD = 1.25
+_MOST_SPREAD = 1.25
 _STEPS = 300_000
 _TRIES = 5
 _MEASURED_AGAIN = 2
@@ -42,14 +42,14 @@ def calmly(
     """What `once` gives while the yardstick takes `most_ms` at most, before and after; and how long
     it took.
 
-    A while is waited for that, and what has been disturbed is measured again, twice. Then it is
-    taken as it is.
+    That is waited for, and what has been disturbed meanwhile is measured again, twice. Where it
+    does not come in time, or is disturbed each time, it is taken as it is.
     """
     for tries_left in reversed(range(_MEASURED_AGAIN + 1)):
         before = _wait(core, most_ms, report)
         measured = once()
         took = max(before, measure(core))
-        if took <= most_ms or not tries_left:
+        if took <= most_ms or before > most_ms or not tries_left:
             break
         report(f"the machine has become slower (yardstick {took:.1f} ms): measured again")
     return measured, took
@@ -73,7 +73,7 @@ def summary(samples: Mapping[str, Mapping[str, Rows]]) -> str | None:
         return None
     low, high = min(found), max(found)
     said = f"Yardstick: a fixed piece of Python took {low:.1f}-{high:.1f} ms on the router's core."
-    if high > MOST_SPREAD * low:
+    if high > _MOST_SPREAD * low:
         said += " The machine was not the same all the time: run it again when it is calm."
     return said
 

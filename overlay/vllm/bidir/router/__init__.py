@@ -13,8 +13,8 @@ One turn, and where each step is decided:
 8. renew D's lease, give it back when nobody needs it            `conversations.heartbeat`
 
 `router` wires these parts, `app` has the routes, `endpoints` and `side_calls` answer what is no
-turn, `openapi` describes all, `server` is the HTTP server around it. `options` and `cli` are the
-command, `process` what it runs on. Several routers share a `state`; `telemetry` and `status` tell
-people and their tools.
+turn, `openapi` describes all, `http` is the server around it, which `server` starts. `options` and
+`cli` are the command, `process` what it runs on. Several routers share a `state`; `telemetry` and
+`status` tell people and their tools.
 It carries metadata only; KV moves between the nodes. It imports nothing of the engine.
 """

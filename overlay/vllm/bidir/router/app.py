@@ -47,8 +47,9 @@ class App:
         """
         request.named = request_id(request.headers)
         try:
+            handler = self.routes.find(request)
             self._router.access.check(request)
-            return await self.routes.find(request)(request)
+            return await handler(request)
         except ClientError as refusal:
             if request.stream is not None:
                 raise

@@ -86,10 +86,12 @@ class ClientConnection(asyncio.Protocol):
 
         Nor for a client to read what it was told last.
         """
-        if self.heard > since or not self._reading:
+        if self.heard > since:
             return
         if self.transport is not None and self.transport.is_closing():
             self.abort()  # it does not read what it has been told
+        elif not self._reading:
+            return  # it is we who do not listen
         elif self._reader.coming is not None:
             self._reader.coming.fail(ClientError(408, "The body has not come."))
         elif self._task is None:

@@ -153,7 +153,7 @@ class RequestReader:
         that it is, once it has been told which.
         """
         assert self.coming is not None  # its head is what asks
-        self.coming.keeps_alive = parser.should_keep_alive()
+        self.coming.keeps_alive &= parser.should_keep_alive()
         another = self._parser = httptools.HttpRequestParser(self)
         self._stays = True
         framing = [

@@ -44,15 +44,18 @@ class Routes:
                     yield method, key + rest
 
     def find(self, request: Request) -> Handler:
-        """What serves it, and its `route` and `rest`; ClientError 404, 405."""
+        """What serves it, and its `route` and `rest`. Where nothing does, what refuses it:
+        ClientError 404, 405."""
         pattern, rest, handlers = self._of(request)
         handler = handlers.get(request.method)
-        if handler is None:
-            allowed = ", ".join(sorted(handlers))
-            said = f"Use {allowed} for {request.path[:_LONGEST]}."
-            raise ClientError(405, said, headers={"Allow": allowed})
-        request.route, request.rest = pattern, rest
-        return handler
+        if handler is not None:
+            request.route, request.rest = pattern, rest
+            return handler
+        path = request.path[:_LONGEST]
+        if not handlers:
+            return _refusing(ClientError(404, f"Unknown path {path}."))
+        allowed = ", ".join(sorted(handlers))
+        return _refusing(ClientError(405, f"Use {allowed} for {path}.", headers={"Allow": allowed}))
 
     def _of(self, request: Request) -> tuple[str, str, dict[str, Handler]]:
         # As it was sent: who stands before us, and guards some of them, may compare it so.
@@ -63,4 +66,11 @@ class Routes:
         for beginning, handlers in self._by_beginning.items():
             if request.raw_path.startswith(beginning) and len(path) > len(beginning):
                 return beginning + _REST, path[len(beginning) :], handlers
-        raise ClientError(404, f"Unknown path {path[:_LONGEST]}.")
+        return "", "", {}
+
+
+def _refusing(error: ClientError) -> Handler:
+    async def refuse(request: Request) -> Answered:
+        raise error
+
+    return refuse

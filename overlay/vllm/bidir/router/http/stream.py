@@ -76,7 +76,7 @@ class ClientStream:
         if transport.is_closing():
             return False
         self._sent, self._sent_as_chunk = piece, False
-        transport.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self.chunked else piece)
+        transport.write(self._framed(piece))
         return transport.get_write_buffer_size() <= _MAX_BUFFERED
 
     def put_chunk(self, chunk: bytes) -> bool:

@@ -159,8 +159,7 @@ class Pool:
         node.tokens -= ask.tokens
         if node.draining and not node.in_flight:
             self._gone(node)
-        if self._queue.waiters:
-            self._queue.serve()
+        self.look_again()
 
     def succeeded(self, node: Node) -> None:
         """A turn has had its first byte, or an answer that is not the node's fault."""

@@ -68,7 +68,7 @@ class Reply:
         self._take: Take | None = None
         # While it is relayed to somebody who takes whole chunks as they are framed.
         self.take_chunk: TakeChunk | None = None
-        # What `_take` said last when it was not True.
+        # What `_take` or `take_chunk` said last when it was not True.
         self._refusal: Exception | Literal[False] | None = None
         self._while_up = None if node is None else WhileUp(node, self)
 

@@ -51,7 +51,8 @@ class Lines(logging.Formatter):
 
     def line(self, said: _Said) -> str:
         """What `format` makes of its record."""
-        words = {"levelname": "INFO", "name": said.logger.name, "message": said.form % said.args}
+        message = said.form % said.args if said.args else said.form
+        words = {"levelname": "INFO", "name": said.logger.name, "message": message}
         return self._form % {**words, "asctime": self._when(said.created)}
 
     def formatTime(  # noqa: N802 - logging's name for it
@@ -122,20 +123,24 @@ class LogLines(Handler):
         super().flush()
 
     def _write(self, waiting: list[logging.LogRecord | _Said]) -> None:
-        lines, record = [], logging.makeLogRecord({})
+        lines = []
         for one in waiting:
             try:
                 if isinstance(one, _Said) and isinstance(self.formatter, Lines):
-                    lines.append(self.formatter.line(one) + self.terminator)
-                    continue
-                record = one.record() if isinstance(one, _Said) else one
-                lines.append(self.format(record) + self.terminator)
+                    line = self.formatter.line(one)
+                else:
+                    line = self.format(_record(one))
+                lines.append(line + self.terminator)
             except Exception:
-                self.handleError(record)
+                self.handleError(_record(one))
         try:
             self.stream.write("".join(lines))
         except Exception:
-            self.handleError(record)
+            self.handleError(_record(waiting[-1]))
+
+
+def _record(one: logging.LogRecord | _Said) -> logging.LogRecord:
+    return one.record() if isinstance(one, _Said) else one
 
 
 class TurnLog:

@@ -65,7 +65,7 @@ class DecodeLeg:
             done = await self._try_decode(http, turn, node, params)
             if isinstance(done, Answer) and params is not None:
                 done = await self._try_alone(http, turn, node)
-            if isinstance(done, Response | ClientStream):
+            if isinstance(done, Answered):
                 return done
             # Once for both tries: a node that serves the turn alone is none that has failed.
             self._nodes.failed(node)
@@ -105,7 +105,7 @@ class DecodeLeg:
         reuse, tokens = turn.reuse.reason, turn.reuse.tokens
         turn.reuse.reason, turn.reuse.tokens = Reason.TRANSFER_FAILED, None
         done = await self._try_decode(http, turn, node, None)
-        if isinstance(done, Response | ClientStream):
+        if isinstance(done, Answered):
             self._metrics.decode_alone(Reason.TRANSFER_FAILED)
         else:
             turn.reuse.reason, turn.reuse.tokens = reuse, tokens
