@@ -6,7 +6,7 @@ import asyncio
 import gzip
 import socket
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import ClassVar
 
@@ -20,7 +20,8 @@ from vllm.bidir.router.http.reader import Limits
 from vllm.bidir.router.http.request import Request
 from vllm.bidir.router.http.response import Response
 from vllm.bidir.router.http.stream import ClientStream
-from vllm.bidir.router.process.runtime import new_event_loop
+
+from tests.router.conftest import until
 
 LIMITS = Limits(max_body=1000, max_header=500)
 GET = b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -270,12 +271,10 @@ async def test_what_is_far_ahead_is_not_read_yet_and_not_lost(
         client = await Client.to(listener)
         size = 1 << 19
         client.writer.write(GET % b"/wait" + GET % b"/b")
-        while not app.served:
-            await asyncio.sleep(0.001)
+        await until(lambda: bool(app.served))
         client.writer.write(POST + b"Content-Length: %d\r\n\r\n" % size + b"x" * size)
         (ours,) = listener._open
-        while ours._reading:
-            await asyncio.sleep(0.001)
+        await until(lambda: not ours._reading)
         # It is not the client that is silent.
         ours.end_if_silent(asyncio.get_running_loop().time() + 1000)
         app.go_on.set()
@@ -303,29 +302,17 @@ async def test_go_on_is_said_once_and_only_to_who_waits_for_it() -> None:
 
 
 @pytest.mark.parametrize("path", [b"/hang", b"/big"])
-@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, new_event_loop])
-def test_a_client_that_goes_ends_what_is_done_for_it(
-    path: bytes, make_loop: Callable[[], asyncio.AbstractEventLoop]
-) -> None:
-    async def run() -> None:
-        async with listening() as (app, listener):
-            client = await Client.to(listener)
-            client.writer.write(GET % path + GET % b"/after")
-            while not app.served:
-                await asyncio.sleep(0.001)
-            await asyncio.sleep(0.05)
-            client.writer.transport.abort()
-            while listener._open:
-                await asyncio.sleep(0.001)
-            assert [request.path.encode() for request in app.served] == [path]
-            if path == b"/hang":
-                await asyncio.wait_for(app.cancelled.wait(), 5)
-
-    loop = make_loop()
-    try:
-        loop.run_until_complete(asyncio.wait_for(run(), 10))
-    finally:
-        loop.close()
+async def test_a_client_that_goes_ends_what_is_done_for_it(path: bytes) -> None:
+    async with listening() as (app, listener):
+        client = await Client.to(listener)
+        client.writer.write(GET % path + GET % b"/after")
+        await until(lambda: bool(app.served))
+        await asyncio.sleep(0.05)
+        client.writer.transport.abort()
+        await until(lambda: not listener._open)
+        assert [request.path.encode() for request in app.served] == [path]
+        if path == b"/hang":
+            await asyncio.wait_for(app.cancelled.wait(), 5)
 
 
 async def test_a_client_that_does_not_read_gets_no_second_answer_before_it_has() -> None:
@@ -408,8 +395,7 @@ async def test_the_last_answer_says_that_it_is_the_last() -> None:
     async with listening() as (app, listener):
         client = await Client.to(listener)
         client.writer.write(GET % b"/wait")
-        while not app.served:
-            await asyncio.sleep(0.001)
+        await until(lambda: bool(app.served))
         ending = asyncio.create_task(listener.close())
         await asyncio.sleep(0.01)
         app.go_on.set()
@@ -421,8 +407,7 @@ async def test_who_does_not_read_what_it_was_told_last_is_let_go() -> None:
     async with listening() as (app, listener):
         client = await Client.to(listener)
         client.writer.write(GET % b"/wait")
-        while not app.served:
-            await asyncio.sleep(0.001)
+        await until(lambda: bool(app.served))
         (ours,) = listener._open
         assert ours.transport is not None
         ours.transport.write(b"x" * (16 << 20))
@@ -431,8 +416,7 @@ async def test_who_does_not_read_what_it_was_told_last_is_let_go() -> None:
         await asyncio.sleep(0.01)
         assert listener._open, "it has had no time to read"
         ours.end_if_silent(asyncio.get_running_loop().time())
-        while listener._open:
-            await asyncio.sleep(0.001)
+        await until(lambda: not listener._open)
 
 
 @pytest.mark.parametrize(
@@ -468,8 +452,7 @@ async def test_who_says_nothing_for_long_is_let_go(monkeypatch: pytest.MonkeyPat
         begun.writer.write(b"GET / HT")
         half.writer.write(POST + b"Content-Length: 10\r\n\r\nabc")
         waits.writer.write(GET % b"/hang")
-        while len(app.served) < 2 or len(listener._open) < 4:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(app.served) == 2 and len(listener._open) == 4)
         await asyncio.sleep(0.01)
         later = asyncio.get_running_loop().time() + 1000
         for one in tuple(listener._open):
@@ -479,8 +462,8 @@ async def test_who_says_nothing_for_long_is_let_go(monkeypatch: pytest.MonkeyPat
             one.end_if_silent(later)
         assert await silent.rest() == await begun.rest() == b""
         assert (await half.answer())[0] == 408
-        while len(listener._open) > 2:  # the one that was told has a moment to read it
-            await asyncio.sleep(0.001)
+        # The one that was told has a moment to read it.
+        await until(lambda: len(listener._open) <= 2)
         assert not app.cancelled.is_set()
 
 
@@ -488,8 +471,7 @@ async def test_at_the_end_what_is_served_has_a_moment_and_what_is_not_has_none()
     async with listening() as (app, listener):
         idle, waits = [await Client.to(listener) for _ in range(2)]
         waits.writer.write(GET % b"/hang")
-        while not app.served:
-            await asyncio.sleep(0.001)
+        await until(lambda: bool(app.served))
         ending = asyncio.create_task(listener.close())
         assert await idle.rest() == b""
         assert not app.cancelled.is_set()
@@ -503,8 +485,7 @@ async def test_a_slow_end_is_cut_all_the_same() -> None:
     async with listening() as (app, listener):
         reads = await Client.to(listener)
         reads.writer.write(GET % b"/big")
-        while not app.statuses:
-            await asyncio.sleep(0.001)
+        await until(lambda: bool(app.statuses))
         await asyncio.wait_for(listener.close(), 5)
         assert not listener._open
 
@@ -592,8 +573,7 @@ async def test_a_socket_that_is_closed_while_it_lingers_is_forgotten(
     loop = asyncio.get_running_loop()
     await loop.create_connection(lambda: ClientConnection(App(), LIMITS, open_), sock=ours)
     client.sendall(b"\0\r\n\r\n")
-    while open_:
-        await asyncio.sleep(0.001)
+    await until(lambda: not open_)
     assert client.recv(1 << 16).startswith(b"HTTP/1.1 400 ")
     client.close()
 
