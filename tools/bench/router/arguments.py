@@ -114,8 +114,8 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=math.inf,
         metavar="MS",
-        help="measure only while a fixed piece of Python takes at most this long, as the last line "
-        "of a run on an idle machine says it: a virtual machine has neighbours; each measurement "
+        help="measure only while a fixed piece of Python takes at most this long, as a run on an "
+        "idle machine says it: a virtual machine has neighbours; each measurement "
         "waits for that, five minutes at most, and is made again, twice at most, if it was "
         "disturbed (default: any time)",
     )

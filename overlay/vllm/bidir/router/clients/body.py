@@ -12,8 +12,8 @@ import zlib
 
 from vllm.bidir.router.clients.errors import ClientError
 from vllm.bidir.router.http.request import Request
+from vllm.bidir.router.http.response import JSON
 
-_JSON = "application/json"
 _IDENTITY = "identity"
 # As zlib's wbits has them. What is called deflate is zlib's format (RFC 9110, 8.4.1.2), and of
 # some clients the bare one.
@@ -30,8 +30,8 @@ async def read_body(request: Request) -> bytes:
     ClientError 415 for a type or a coding that is not taken, 413 if it is too large,
     400 if it is not what its headers say.
     """
-    if request.content_type != _JSON:
-        raise ClientError(415, f"`Content-Type` must be {_JSON}.", "Content-Type")
+    if request.content_type != JSON:
+        raise ClientError(415, f"`Content-Type` must be {JSON}.", "Content-Type")
     coding = request.headers.get("Content-Encoding", _IDENTITY).strip().lower()
     if coding == _IDENTITY:
         return await request.read()

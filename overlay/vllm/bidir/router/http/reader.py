@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 import httptools
 from vllm.bidir.router.clients.errors import ClientError
+from vllm.bidir.router.http.fields import TEXT
 from vllm.bidir.router.http.request import Client, Request
 
 # Of a head, and of what is in a body besides it, so many times the longest field.
 _FIELDS_SIZE = 16
 _MOST_FIELDS = 128
-# What is no UTF-8 goes on as it came.
-_TEXT = ("utf-8", "surrogateescape")
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ class RequestReader:
         method = self._parser.get_method().decode()
         request = Request(self._client, method, self._target, http_11, self._limits.max_body)
         for name, value in self._fields:
-            request.headers.add(name.decode(*_TEXT), value.decode(*_TEXT))
+            request.headers.add(name.decode(*TEXT), value.decode(*TEXT))
         coding = request.headers.get("Transfer-Encoding", "chunked")
         if "Transfer-Encoding" in request.headers:
             # Whoever stands before us may read it otherwise (RFC 9112, 6.1).

@@ -9,6 +9,8 @@ from email.utils import formatdate
 from functools import cache
 from http import HTTPStatus
 
+from vllm.bidir.router.http.fields import encoded
+
 TEXT = "text/plain; charset=utf-8"
 JSON = "application/json"
 # They have no body, and say nothing of its length (RFC 9110, 8.6).
@@ -43,20 +45,14 @@ class Response:
 
 
 def head(status: int, fields: Mapping[str, str], close: bool, http_11: bool) -> bytes:
-    """What goes before a body, its blank line too; ValueError for a field that cannot be sent.
-
-    Some fields repeat what a client, or a node, has said.
-    """
+    """What goes before a body, its blank line too; ValueError for a field that cannot be sent."""
     lines = [_status_line(status), *[f"{name}: {value}" for name, value in fields.items()]]
     lines.append(f"Date: {_date(int(time.time()))}")
     if close:
         lines.append("Connection: close")
     elif not http_11:
         lines.append("Connection: keep-alive")
-    text = "\r\n".join(lines)
-    if not text.count("\r") == text.count("\n") == len(lines) - 1 or "\0" in text:
-        raise ValueError("a header field holds a line end")
-    return (text + "\r\n\r\n").encode("utf-8", "surrogateescape")
+    return encoded(lines)
 
 
 @cache

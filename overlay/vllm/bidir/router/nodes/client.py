@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 import aiohappyeyeballs
+from vllm.bidir.router.http.fields import encoded
 from vllm.bidir.router.nodes.address import Address
 from vllm.bidir.router.nodes.connection import NodeConnection
 from vllm.bidir.router.nodes.names import Names
@@ -173,7 +174,4 @@ def _head(
     ]
     if method == "POST":
         lines.append(f"Content-Length: {length}")
-    head = "\r\n".join(lines)
-    if not head.count("\r") == head.count("\n") == len(lines) - 1 or "\0" in head:
-        raise ValueError("a header field holds a line end")
-    return (head + "\r\n\r\n").encode("utf-8", "surrogateescape")
+    return encoded(lines)

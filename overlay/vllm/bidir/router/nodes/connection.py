@@ -8,14 +8,13 @@ from collections.abc import Callable
 from typing import cast
 
 import httptools
+from vllm.bidir.router.http.fields import TEXT
 from vllm.bidir.router.nodes.node import Node
 from vllm.bidir.router.nodes.reply import AnswerError, Reply
 from vllm.bidir.router.nodes.while_up import NodeDownError, is_down
 
 # Of an answer's head, and of anything else that is no body.
 _MAX_HEAD = 64 << 10
-# What is no UTF-8 goes on as it came.
-_TEXT = ("utf-8", "surrogateescape")
 # Of a chunk's size, with the line end: more than is read from a socket at once.
 _LONGEST_SIZE = 10
 
@@ -171,7 +170,7 @@ class NodeConnection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         reply = self._reply
         if reply is not None and not reply.status:
-            reply.headers.add(name.decode(*_TEXT), value.decode(*_TEXT))
+            reply.headers.add(name.decode(*TEXT), value.decode(*TEXT))
 
     def on_headers_complete(self) -> None:
         reply, parser = self._reply, self._parser
