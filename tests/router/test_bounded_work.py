@@ -8,6 +8,7 @@ import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -106,7 +107,9 @@ def test_params_of_a_very_long_turn_are_taken() -> None:
     groups = [list(range(n << 16, (n << 16) + 8_000)) for n in range(8)]
     params = {"remote_block_ids": groups, "prefix_proof": {"hashes": "x" * 400_000}}
     answer = json.dumps({"id": "a", "kv_transfer_params": params}).encode()
-    assert take_params(answer) == (b'{"id":"a"}', params)
+    stripped, found = take_params(answer)
+    assert stripped == b'{"id":"a"}' and found is not None
+    assert msgspec.json.decode(msgspec.json.encode(found)) == params
 
 
 def test_a_line_that_does_not_end_is_put_together_once() -> None:

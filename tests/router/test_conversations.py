@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm.bidir.reasons import Reason
 from vllm.bidir.router.conversations.conversations import Bounds, Conversations, conversation_key
+from vllm.bidir.router.conversations.kept_params import as_offered
 from vllm.bidir.router.conversations.leases import Ended, Leases
 from vllm.bidir.router.conversations.record import KeptTurn
 from vllm.bidir.router.telemetry.metrics import Metrics
@@ -38,7 +39,7 @@ def test_an_entry_ends_with_its_time() -> None:
     kept.put(b"a", {"x": 1}, "node")
     clock.now = 4.9
     found = kept.get(b"a")
-    assert isinstance(found, KeptTurn) and found.params == {"x": 1}
+    assert isinstance(found, KeptTurn) and found.encoded == as_offered({"x": 1})
     assert (found.node, found.expires, found.lease_id) == ("node", 5.0, None)
     clock.now = 5.0
     assert kept.get(b"a") is Reason.EXPIRED

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from vllm.bidir.router.conversations.kept_params import as_offered
 from vllm.bidir.router.conversations.record import KeptTurn, Records
-from vllm.bidir.router.turns.legs import read_back
 
 LEASE = "d3-" + "0123456789abcdef" * 2
 
@@ -45,10 +45,9 @@ def test_what_p_is_offered_is_what_d_has_said_and_what_to_do_with_it(
     said: dict[str, object], as_it_is: bool
 ) -> None:
     params = {"remote_block_ids": [[1, 2]], **said, "lease_id": LEASE}
-    encoded = msgspec.json.encode(params)
-    offered = bytes(read_back(encoded))
+    offered = as_offered(params)
     orders = {"do_remote_decode": True, "do_remote_prefill": False}
     decoded = msgspec.json.decode(offered)
     assert decoded == params | orders
     assert all(decoded[name] is value for name, value in orders.items())
-    assert (offered == encoded) == as_it_is
+    assert (offered == msgspec.json.encode(params)) == as_it_is

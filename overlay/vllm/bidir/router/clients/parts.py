@@ -18,6 +18,9 @@ MOST_ITEMS = 10_000
 # kv_transfer_params: block ids of 128,000 tokens take 50 kB, in a list for each group of layers.
 _MOST_PARAMS = 1 << 20
 _MOST_LISTS = 10_000
+# These grow with the history, and are for nodes: above so many bytes they are not looked into.
+_FOR_NODES = frozenset(("remote_block_ids", "prefix_proof"))
+_LOOKED_INTO = 64
 # Below, even the most parts take no longer than the rest of a request does.
 _SHORT = 16 << 10
 
@@ -45,7 +48,7 @@ def _at_most(items: int) -> msgspec.json.Decoder[Any]:
 _ITEMS = (_at_most(1_000), _at_most(MOST_ITEMS))
 _FIELDS = msgspec.json.Decoder(Fields)
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
-_PARAMS = msgspec.json.Decoder(dict[str, Any])
+_VALUE = msgspec.json.Decoder()
 
 
 def split_object(text: bytes | msgspec.Raw) -> Fields:
@@ -75,18 +78,26 @@ def split_array(text: bytes | msgspec.Raw) -> list[msgspec.Raw]:
 
 
 def decode_params(text: bytes | msgspec.Raw) -> dict[str, Any] | None:
-    """A node's kv_transfer_params; None for what is none, or no such could be that long."""
+    """A node's kv_transfer_params; None for what is none, or no such could be that long.
+
+    Block ids and the proof of a history, unless they are short, stay bytes (`msgspec.Raw`).
+    """
     size = len(memoryview(text))
     if size > _MOST_PARAMS:
         return None
-    if size > _SHORT:
-        whole = bytes(text)
-        if whole.count(b"[") + whole.count(b"{") > _MOST_LISTS:
-            return None
-    try:
-        return _PARAMS.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    whole = bytes(text)
+    if size > _SHORT and whole.count(b"[") + whole.count(b"{") > _MOST_LISTS:
         return None
+    try:
+        if not whole.isascii():
+            whole.decode()  # what is not looked into has to be text all the same
+        params: dict[str, Any] = split_object(text)
+        for name, value in params.items():
+            if name not in _FOR_NODES or len(memoryview(value)) <= _LOOKED_INTO:
+                params[name] = _VALUE.decode(value)
+    except (TooManyError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return params
 
 
 def _split_long_object(text: bytes | msgspec.Raw) -> Fields:

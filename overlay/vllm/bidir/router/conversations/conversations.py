@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 from vllm.bidir.reasons import Reason
-from vllm.bidir.router.conversations.kept_params import KeptParams
+from vllm.bidir.router.conversations.kept_params import KeptParams, as_offered
 from vllm.bidir.router.conversations.leases import Ended, Leases, terms_of
 from vllm.bidir.router.conversations.recent import Recent
 from vllm.bidir.router.conversations.record import KeptTurn, Records
@@ -153,7 +152,7 @@ class Conversations:
         terms = terms_of(params)
         turn = KeptTurn(
             node,
-            msgspec.json.encode(params),
+            as_offered(params),
             terms.lease_id,
             terms.renewed_s,
             self._clock() + self._bounds.ttl,

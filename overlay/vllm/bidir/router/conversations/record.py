@@ -13,6 +13,7 @@ from collections import Counter
 from typing import Any
 
 import msgspec
+from vllm.bidir.router.conversations.kept_params import as_offered
 
 _LEASE_ID = re.compile(r"d(0|[1-9][0-9]{0,8})-([0-9a-f]{32})")
 # Node, flags, rank, used, time, tokens, stamp, lease: one byte more, and Python takes 96.
@@ -30,7 +31,8 @@ class KeptTurn(msgspec.Struct, frozen=True, gc=False):
     `lease_id`: by which D can be asked for it; None if D does not say. `renewed_s`: the lease runs
     so long without renewal, and as long as it is renewed the turn is kept; None where D keeps it
     for a fixed time, until `expires`. `stamp`: when it was kept, in seconds since 1970, and later
-    than what it follows. `encoded`: D's kv_transfer_params; None while they are not at hand.
+    than what it follows. `encoded`: D's kv_transfer_params as P is offered them; None while they
+    are not at hand.
     """
 
     node: str
@@ -41,16 +43,9 @@ class KeptTurn(msgspec.Struct, frozen=True, gc=False):
     tokens: int = 0
     stamp: int = 0
 
-    @property
-    def params(self) -> dict[str, Any]:
-        """Decoded; only where they are at hand."""
-        assert self.encoded is not None
-        decoded: dict[str, Any] = msgspec.json.decode(self.encoded)
-        return decoded
-
     def with_params(self, params: dict[str, Any]) -> KeptTurn:
         """The same turn, with its params at hand."""
-        return msgspec.structs.replace(self, encoded=msgspec.json.encode(params))
+        return msgspec.structs.replace(self, encoded=as_offered(params))
 
 
 def is_lease_id(text: object) -> bool:

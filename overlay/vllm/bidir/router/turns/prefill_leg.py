@@ -13,12 +13,7 @@ from vllm.bidir.router.nodes.policies import Ask
 from vllm.bidir.router.nodes.pool import Pool
 from vllm.bidir.router.telemetry.metrics import Metrics
 from vllm.bidir.router.turns.admission import Admission
-from vllm.bidir.router.turns.legs import (
-    FIRST_TURN,
-    Legs,
-    PrefillDone,
-    read_back,
-)
+from vllm.bidir.router.turns.legs import FIRST_TURN, Legs, PrefillDone
 from vllm.bidir.router.turns.turn import Turn, logger, said
 
 
@@ -64,7 +59,7 @@ class PrefillLeg:
             return None
         turn.reuse.reason = None
         assert turn.kept.encoded is not None  # or D has been asked
-        return read_back(turn.kept.encoded)
+        return msgspec.Raw(turn.kept.encoded)
 
     async def _try_prefill(
         self, turn: Turn, node: Node, params: msgspec.Raw
