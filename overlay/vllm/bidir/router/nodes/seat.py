@@ -60,7 +60,8 @@ class Seat:
         return node
 
     async def _move_on(self) -> Node | None:
-        self._release()
+        if self._node is not None:
+            self._release()
         node = await self._places.take(self._ask, self._tried)
         if node is not None:
             self._tried.add(node)

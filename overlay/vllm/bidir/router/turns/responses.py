@@ -22,6 +22,8 @@ from vllm.bidir.router.turns.stream import StreamFilter, event_payload
 
 PATH = "/v1/responses"
 PREVIOUS = "previous_response_id"
+# A response's last event is one of these.
+_COMPLETED, _INCOMPLETE = b'"response.completed"', b'"response.incomplete"'
 # Of an entry's two keys, its places and its objects.
 _ENTRY_BYTES = 400
 # One behind the other: no conversation has as many, and each request would walk them all.
@@ -193,8 +195,10 @@ class ResponsesFilter(StreamFilter):
     def passes_chunk(self, chunk: bytes) -> bool:
         return super().passes_chunk(chunk) and not _ends(chunk)
 
-    def _concerns(self, data: bytes) -> bool:
-        return _ends(data) or super()._concerns(data)
+    def _find(self, lines: bytes, start: int) -> int:
+        found = [super()._find(lines, start)]
+        found += [lines.find(last, start) for last in (_COMPLETED, _INCOMPLETE)]
+        return min([at for at in found if at >= 0], default=-1)
 
     def _strip_line(self, line: bytes) -> bytes:
         payload = event_payload(line)
@@ -208,7 +212,7 @@ class ResponsesFilter(StreamFilter):
 
 def _ends(data: bytes) -> bool:
     """Whether a response's last event may be in these bytes."""
-    return b'"response.completed"' in data or b'"response.incomplete"' in data
+    return _COMPLETED in data or _INCOMPLETE in data
 
 
 def said_in(whole: bytes) -> Said | None:

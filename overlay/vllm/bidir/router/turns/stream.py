@@ -49,32 +49,38 @@ class StreamFilter:
     def feed(self, piece: bytes) -> bytes:
         """Bytes that may go out now; ValueError if a line never ends."""
         end = piece.rfind(b"\n") + 1
-        lines = b"".join((*self._take_rest(), piece[:end])) if end else b""
+        lines = piece[:end]
+        if end and self._rest:
+            lines = b"".join((*self._take_rest(), lines))
         if end < len(piece):
             self._rest.append(piece[end:])
             self._rest_bytes += len(piece) - end
         if self._rest_bytes > _MAX_LINE:
             raise ValueError(f"a line of D's stream exceeds {_MAX_LINE} bytes")
-        return self._strip(lines) if self._concerns(lines) else lines
+        return self._strip(lines)
 
     def finish(self) -> bytes:
         """What is left when D's stream has ended."""
-        rest = b"".join(self._take_rest())
-        return self._strip(rest) if self._concerns(rest) else rest
+        return self._strip(b"".join(self._take_rest())) if self._rest else b""
 
     def _take_rest(self) -> list[bytes]:
         rest, self._rest, self._rest_bytes = self._rest, [], 0
         return rest
 
-    def _concerns(self, data: bytes) -> bool:
-        """Whether any line of these must be looked into."""
-        return _NEEDLE in data
+    def _find(self, lines: bytes, start: int) -> int:
+        """Where the next line is that must be looked into: somewhere in it, -1 if there is none."""
+        return lines.find(_NEEDLE, start)
 
     def _strip(self, lines: bytes) -> bytes:
-        kept = []
-        for line in _split(lines):
-            kept.append(self._strip_line(line) if self._concerns(line) else line)
-        return b"".join(kept)
+        # A lone \r does not end a line here.
+        kept: list[bytes] = []
+        done = 0
+        while (at := self._find(lines, done)) >= 0:
+            begin = lines.rfind(b"\n", done, at) + 1 or done
+            end = lines.find(b"\n", at) + 1 or len(lines)
+            kept += (lines[done:begin], self._strip_line(lines[begin:end]))
+            done = end
+        return b"".join((*kept, lines[done:])) if kept else lines
 
     def _strip_line(self, line: bytes) -> bytes:
         payload = event_payload(line)
@@ -136,9 +142,3 @@ def _open(payload: bytes) -> tuple[dict[str, msgspec.Raw], bytes | None] | None:
     if PARAMS in fields or inner is None or _NEEDLE not in bytes(inner):
         return fields, None
     return fields, bytes(inner)
-
-
-def _split(lines: bytes) -> list[bytes]:
-    # A lone \r does not end a line here, so that pieces are put together again exactly.
-    pieces = lines.split(b"\n")
-    return [piece + b"\n" for piece in pieces[:-1]] + ([pieces[-1]] if pieces[-1] else [])
