@@ -39,6 +39,18 @@ def d_params(turn: int) -> dict[str, Any]:
     }
 
 
+def long_params(turn: int) -> dict[str, Any]:
+    """Those of a long history: so long that the router does not decode them."""
+    blocks = [list(range(turn, turn + 400)), [], list(range(7, 90))]
+    checkpoints = [[number, f"{number:022}"] for number in range(40)]
+    proof = {"v": 1, "hash": "sha256", "checkpoints": checkpoints}
+    return _short_params(turn) | {"remote_block_ids": blocks, "prefix_proof": proof}
+
+
+# What `long_params` adds to, also where it stands for `d_params`.
+_short_params = d_params
+
+
 def event(data: dict[str, Any] | str) -> bytes:
     text = data if isinstance(data, str) else json.dumps(data, separators=(",", ":"))
     return f"data: {text}\n\n".encode()

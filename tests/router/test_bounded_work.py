@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ from vllm.bidir.router.clients.request import parse_request
 from vllm.bidir.router.conversations import identity
 from vllm.bidir.router.conversations.conversations import conversation_key
 from vllm.bidir.router.conversations.identity import Identities, trace
-from vllm.bidir.router.turns.responses import Responses
+from vllm.bidir.router.turns.responses import Responses, ResponsesFilter
 from vllm.bidir.router.turns.stream import StreamFilter, take_params
 
 from tests.router.conftest import Setup
@@ -110,6 +111,25 @@ def test_params_of_a_very_long_turn_are_taken() -> None:
     stripped, found = take_params(answer)
     assert stripped == b'{"id":"a"}' and found is not None
     assert msgspec.json.decode(msgspec.json.encode(found)) == params
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'"response.completed"\n',
+        b'"response.incomplete"\n',
+        b'"kv_transfer_params"\n',
+        b'data: {"type":"response.completed","response":{"id":"i","output":[]}}\n',
+        b'data: {"kv_transfer_params":{"a":1}}\n',
+    ],
+)
+def test_a_piece_is_searched_once_however_many_lines_are_looked_into(line: bytes) -> None:
+    """A megabyte; searched again for each line it would take minutes."""
+    piece = line * (4 * SIZE // len(line))
+    begun = time.process_time()
+    taken = ResponsesFilter()
+    assert len(taken.feed(piece)) <= len(piece)
+    assert time.process_time() - begun < 10
 
 
 def test_a_line_that_does_not_end_is_put_together_once() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from tests.router import fake_engine
 from tests.router.conftest import MakeSetup, Setup
-from tests.router.fake_engine import d_params
+from tests.router.fake_engine import d_params, long_params
 from tests.router.fake_leases import lease_id
 
 KEY = "node-key"
@@ -46,6 +47,18 @@ async def test_d_is_asked_for_what_is_not_at_hand(
     assert setup.metric("bidir_router_turns_total", outcome="hit", reason="") == 1
     (call,) = [one for one in setup.decode[0].leases.calls if one.word == "read"]
     assert call.ids == [lease_id(1)] and call.headers["Authorization"] == f"Bearer {KEY}"
+
+
+async def test_what_a_long_history_leaves_is_told_as_well(
+    make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_engine, "d_params", long_params)
+    setup = await small(make_setup)
+    for _ in range(2):
+        assert (await setup.ask(conversation_id="c"))[0] == 200
+    found = setup.prefill[0].asked[1]["kv_transfer_params"]
+    assert asked(setup, "found") == 1
+    assert {**found, **long_params(1)} == {**found, "remote_host": "elsewhere"}
 
 
 async def test_d_is_not_asked_for_what_is_at_hand(make_setup: MakeSetup) -> None:

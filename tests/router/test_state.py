@@ -19,8 +19,10 @@ import pytest
 from aiohttp import web
 from vllm.bidir.router.state.options import StateOptions
 
+from tests.router import fake_engine
 from tests.router.conftest import MakeSetup, Setup, another_router, until
 from tests.router.fake_apis import speak_all
+from tests.router.fake_engine import long_params
 from tests.router.fake_leases import FakeLeases, lease_id
 from tests.router.redis_server import RedisServer
 from tests.router.tls import make_certificate
@@ -90,6 +92,20 @@ async def test_a_named_conversation_goes_on_at_any_router(
             assert status == 200
         assert offered(one) == [None, "turn-1", "turn-2", "turn-3"]
         assert (taken_over(one), taken_over(two)) == (1, 1)
+
+
+async def test_what_a_long_history_leaves_is_found_at_any_router(
+    make_setup: MakeSetup, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake_engine, "d_params", long_params)
+    async with routers(make_setup, redis, None) as (one, two, leases):
+        await one.ask(conversation_id="c")
+        # Else it asks D: what it finds names a side channel that it has not heard of.
+        await two.ask(conversation_id="another")
+        await two.ask(conversation_id="c")
+        found = one.prefill[0].asked[2]["kv_transfer_params"]
+        assert {**found, **long_params(1)} == {**found, "remote_host": "elsewhere"}
+        assert [call for call in leases.calls if call.word == "read"] == []
 
 
 async def test_a_session_header_and_its_lines_are_found_at_any_router(

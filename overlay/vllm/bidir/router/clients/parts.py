@@ -18,9 +18,12 @@ MOST_ITEMS = 10_000
 # kv_transfer_params: block ids of 128,000 tokens take 50 kB, in a list for each group of layers.
 _MOST_PARAMS = 1 << 20
 _MOST_LISTS = 10_000
-# These grow with the history, and are for nodes: above so many bytes they are not looked into.
-_FOR_NODES = frozenset(("remote_block_ids", "prefix_proof"))
-_LOOKED_INTO = 64
+# These grow with the history, and are for nodes: above so many bytes they are not decoded.
+_BLOCKS, _PROOF = "remote_block_ids", "prefix_proof"
+_DECODED = 64
+# No node counts its blocks so far, and Python reads no number that is as long as it likes.
+_ZEROS = bytes.maketrans(b"0123456789", b"0" * 10)
+_TOO_MANY_ZEROS = b"0" * 20
 # Below, even the most parts take no longer than the rest of a request does.
 _SHORT = 16 << 10
 
@@ -78,9 +81,11 @@ def split_array(text: bytes | msgspec.Raw) -> list[msgspec.Raw]:
 
 
 def decode_params(text: bytes | msgspec.Raw) -> dict[str, Any] | None:
-    """A node's kv_transfer_params; None for what is none, or no such could be that long.
+    """A node's kv_transfer_params; None for what is none, or no such could be that long or have so
+    many fields.
 
-    Block ids and the proof of a history, unless they are short, stay bytes (`msgspec.Raw`).
+    A proof of the history, and block ids if there are any, stay bytes (`msgspec.Raw`) unless they
+    are short. Of the proof's numbers nobody knows whether they can be read.
     """
     size = len(memoryview(text))
     if size > _MOST_PARAMS:
@@ -93,11 +98,21 @@ def decode_params(text: bytes | msgspec.Raw) -> dict[str, Any] | None:
             whole.decode()  # what is not looked into has to be text all the same
         params: dict[str, Any] = split_object(text)
         for name, value in params.items():
-            if name not in _FOR_NODES or len(memoryview(value)) <= _LOOKED_INTO:
+            data = bytes(value)
+            if len(data) > _DECODED and (name == _PROOF or (name == _BLOCKS and _some(data))):
+                # Of its own: what it was taken from may be long.
+                params[name] = msgspec.Raw(data)
+            else:
                 params[name] = _VALUE.decode(value)
     except (TooManyError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return params
+
+
+def _some(blocks: bytes) -> bool:
+    """Whether they are lists of nothing but block ids, and of one at least."""
+    digits = blocks.translate(None, b"[], \t\r\n").isdigit()
+    return digits and _TOO_MANY_ZEROS not in blocks.translate(_ZEROS)
 
 
 def _split_long_object(text: bytes | msgspec.Raw) -> Fields:

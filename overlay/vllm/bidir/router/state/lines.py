@@ -6,7 +6,7 @@ since, and tells what it has kept after it; in between nobody waits for Redis. B
 then):
 
     l:DIGEST  the key of the line whose messages have this digest
-    c:KEY     the last turn of a line (`shared_wire`)         p:KEY  D's params of it
+    c:KEY     the last turn of a line (`shared_wire`)         p:KEY  what P is offered of it
     o:KEY     the router that has served the line last, and renews its lease
     t:DIGEST  the router that was the first to go on from these messages
     f:KEY     a named conversation's lines beside its first

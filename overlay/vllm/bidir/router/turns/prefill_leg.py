@@ -34,10 +34,12 @@ class PrefillLeg:
                 done = await self._try_prefill(
                     turn, node, FIRST_TURN if offered is None else offered
                 )
-                if isinstance(done, Answer) and done.status >= 500 and offered is not None:
+                if isinstance(done, Answer) and offered is not None and _may_be_the_offer(done):
                     # The fault may lie with what was to be read back: compute it all instead.
-                    turn.reuse.reason = Reason.TRANSFER_FAILED
+                    before, turn.reuse.reason = turn.reuse.reason, Reason.TRANSFER_FAILED
                     done = await self._try_prefill(turn, node, FIRST_TURN)
+                    if isinstance(done, Answer) and done.status < 500:
+                        turn.reuse.reason = before  # it lay with the request
                 if isinstance(done, PrefillDone) or (done is not None and done.status < 500):
                     return done
         turn.reuse.reason = Reason.PEER_GONE
@@ -91,3 +93,11 @@ class PrefillLeg:
     def _note_whether_it_verifies(self, node: Node, params: dict[str, Any] | None) -> None:
         """P says so in its own params; a node may be another release after a restart."""
         node.verifies = params is not None and params.get("readback") == 1
+
+
+def _may_be_the_offer(refusal: Answer) -> bool:
+    """Whether what a node was offered may have made it refuse: it may be no params at all to it.
+
+    A request that is bad by itself is refused twice.
+    """
+    return refusal.status >= 500 or refusal.status in (400, 422)

@@ -9,6 +9,7 @@ of which an ancestor has gone cannot be expanded.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -18,12 +19,14 @@ from vllm.bidir.reasons import Reason
 from vllm.bidir.router.clients.errors import ClientError
 from vllm.bidir.router.clients.request import MAX_ID, TurnRequest, items_of
 from vllm.bidir.router.conversations.conversations import Key, conversation_key
-from vllm.bidir.router.turns.stream import StreamFilter, event_payload
+from vllm.bidir.router.turns.stream import NEEDLE, StreamFilter, event_payload
 
 PATH = "/v1/responses"
 PREVIOUS = "previous_response_id"
 # A response's last event is one of these.
 _COMPLETED, _INCOMPLETE = b'"response.completed"', b'"response.incomplete"'
+# In one pass: each line may have any of them.
+_LOOKED_INTO = re.compile(b"|".join(map(re.escape, (NEEDLE, _COMPLETED, _INCOMPLETE))))
 # Of an entry's two keys, its places and its objects.
 _ENTRY_BYTES = 400
 # One behind the other: no conversation has as many, and each request would walk them all.
@@ -196,9 +199,8 @@ class ResponsesFilter(StreamFilter):
         return super().passes_chunk(chunk) and not _ends(chunk)
 
     def _find(self, lines: bytes, start: int) -> int:
-        found = [super()._find(lines, start)]
-        found += [lines.find(last, start) for last in (_COMPLETED, _INCOMPLETE)]
-        return min([at for at in found if at >= 0], default=-1)
+        found = _LOOKED_INTO.search(lines, start)
+        return -1 if found is None else found.start()
 
     def _strip_line(self, line: bytes) -> bytes:
         payload = event_payload(line)

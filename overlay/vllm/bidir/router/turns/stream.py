@@ -12,7 +12,7 @@ from vllm.bidir.router.clients.request import PARAMS
 # As a key, the word is followed by a plain quote; inside a JSON string both quotes are escaped,
 # so that no text of a model or a tool can be mistaken for it.
 _WORD = PARAMS.encode()
-_NEEDLE = b'"' + _WORD + b'"'
+NEEDLE = b'"' + _WORD + b'"'
 _DATA = b"data:"
 _MAX_LINE = 64 << 20
 _ENCODER = msgspec.json.Encoder()
@@ -69,7 +69,7 @@ class StreamFilter:
 
     def _find(self, lines: bytes, start: int) -> int:
         """Where the next line is that must be looked into: somewhere in it, -1 if there is none."""
-        return lines.find(_NEEDLE, start)
+        return lines.find(NEEDLE, start)
 
     def _strip(self, lines: bytes) -> bytes:
         # A lone \r does not end a line here.
@@ -84,7 +84,7 @@ class StreamFilter:
 
     def _strip_line(self, line: bytes) -> bytes:
         payload = event_payload(line)
-        if payload is None or _NEEDLE not in payload:
+        if payload is None or NEEDLE not in payload:
             return line
         body = line[len(_DATA) :]
         stripped, params = take_params(payload)
@@ -139,6 +139,6 @@ def _open(payload: bytes) -> tuple[dict[str, msgspec.Raw], bytes | None] | None:
     except (TooManyError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     inner = fields.get("response")
-    if PARAMS in fields or inner is None or _NEEDLE not in bytes(inner):
+    if PARAMS in fields or inner is None or NEEDLE not in bytes(inner):
         return fields, None
     return fields, bytes(inner)
