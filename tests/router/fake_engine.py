@@ -44,11 +44,7 @@ def long_params(turn: int) -> dict[str, Any]:
     blocks = [list(range(turn, turn + 400)), [], list(range(7, 90))]
     checkpoints = [[number, f"{number:022}"] for number in range(40)]
     proof = {"v": 1, "hash": "sha256", "checkpoints": checkpoints}
-    return _short_params(turn) | {"remote_block_ids": blocks, "prefix_proof": proof}
-
-
-# What `long_params` adds to, also where it stands for `d_params`.
-_short_params = d_params
+    return d_params(turn) | {"remote_block_ids": blocks, "prefix_proof": proof}
 
 
 def event(data: dict[str, Any] | str) -> bytes:
@@ -58,7 +54,7 @@ def event(data: dict[str, Any] | str) -> bytes:
 
 @dataclass
 class FakeEngine:
-    """One fake node; `script` may answer instead of the default."""
+    """One fake node; `script` may answer instead of the default. `keeps`: what D says of a turn."""
 
     role: str
     # Those of one router differ, as engines do; None: what P_PARAMS and d_params say.
@@ -66,6 +62,7 @@ class FakeEngine:
     asked: list[dict[str, Any]] = field(default_factory=list)
     headers: list[Mapping[str, str]] = field(default_factory=list)
     script: Callable[[web.Request, dict[str, Any]], Any] | None = None
+    keeps: Callable[[int], dict[str, Any]] = d_params
     health: int = 200
     checks: int = 0
     hangs: bool = False
@@ -127,7 +124,7 @@ class FakeEngine:
 
     def params(self, number: int) -> dict[str, Any]:
         """What D says of this turn, and will say again when it is asked."""
-        params = self._as_own(d_params(number)) | self.leases.terms(number)
+        params = self._as_own(self.keeps(number)) | self.leases.terms(number)
         self.leases.note(params)
         return params
 

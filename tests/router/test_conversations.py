@@ -6,9 +6,9 @@ from typing import Any
 
 from vllm.bidir.reasons import Reason
 from vllm.bidir.router.conversations.conversations import Bounds, Conversations, conversation_key
-from vllm.bidir.router.conversations.kept_params import as_offered
 from vllm.bidir.router.conversations.leases import Ended, Leases
 from vllm.bidir.router.conversations.record import KeptTurn
+from vllm.bidir.router.nodes.params import as_offered
 from vllm.bidir.router.telemetry.metrics import Metrics
 
 from tests.router.fake_leases import lease_id

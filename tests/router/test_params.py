@@ -9,12 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import web
-from vllm.bidir.router.clients.parts import decode_params
-from vllm.bidir.router.conversations.kept_params import as_offered
-from vllm.bidir.router.turns.legs import holds_blocks
+from vllm.bidir.router.nodes.params import as_offered, decode_params, holds_blocks
 from vllm.bidir.router.turns.stream import find_params
 
-from tests.router import fake_engine
 from tests.router.conftest import BODY, Setup
 from tests.router.fake_engine import long_params
 
@@ -23,9 +20,9 @@ ORDERS = b'"do_remote_prefill":false,"do_remote_decode":true'
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_what_a_long_history_leaves_comes_back_to_p_as_d_has_said_it(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch, stream: bool
+    setup: Setup, stream: bool
 ) -> None:
-    monkeypatch.setattr(fake_engine, "d_params", long_params)
+    setup.decode[0].keeps = long_params
     for _ in range(2):
         assert (await setup.ask(stream=stream, conversation_id="c"))[0] == 200
     offered = setup.prefill[0].asked[1]["kv_transfer_params"]
@@ -33,11 +30,9 @@ async def test_what_a_long_history_leaves_comes_back_to_p_as_d_has_said_it(
 
 
 @pytest.mark.parametrize("status", [400, 422])
-async def test_what_p_cannot_read_of_an_offer_costs_no_answer(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch, status: int
-) -> None:
+async def test_what_p_cannot_read_of_an_offer_costs_no_answer(setup: Setup, status: int) -> None:
     """Nobody on the way has looked into all of it."""
-    monkeypatch.setattr(fake_engine, "d_params", long_params)
+    setup.decode[0].keeps = long_params
 
     async def refuse(request: web.Request, body: dict[str, Any]) -> web.Response | None:
         offered = "prefix_proof" in body["kv_transfer_params"]

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from tests.router import fake_engine
 from tests.router.conftest import MakeSetup, Setup
 from tests.router.fake_engine import d_params, long_params
 from tests.router.fake_leases import lease_id
@@ -49,11 +48,9 @@ async def test_d_is_asked_for_what_is_not_at_hand(
     assert call.ids == [lease_id(1)] and call.headers["Authorization"] == f"Bearer {KEY}"
 
 
-async def test_what_a_long_history_leaves_is_told_as_well(
-    make_setup: MakeSetup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fake_engine, "d_params", long_params)
+async def test_what_a_long_history_leaves_is_told_as_well(make_setup: MakeSetup) -> None:
     setup = await small(make_setup)
+    setup.decode[0].keeps = long_params
     for _ in range(2):
         assert (await setup.ask(conversation_id="c"))[0] == 200
     found = setup.prefill[0].asked[1]["kv_transfer_params"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from vllm.bidir.router.conversations.kept_params import as_offered
 from vllm.bidir.router.conversations.record import KeptTurn, Records
+from vllm.bidir.router.nodes.params import as_offered
 
 LEASE = "d3-" + "0123456789abcdef" * 2
 

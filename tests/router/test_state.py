@@ -19,7 +19,6 @@ import pytest
 from aiohttp import web
 from vllm.bidir.router.state.options import StateOptions
 
-from tests.router import fake_engine
 from tests.router.conftest import MakeSetup, Setup, another_router, until
 from tests.router.fake_apis import speak_all
 from tests.router.fake_engine import long_params
@@ -95,10 +94,10 @@ async def test_a_named_conversation_goes_on_at_any_router(
 
 
 async def test_what_a_long_history_leaves_is_found_at_any_router(
-    make_setup: MakeSetup, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+    make_setup: MakeSetup, redis: RedisServer
 ) -> None:
-    monkeypatch.setattr(fake_engine, "d_params", long_params)
     async with routers(make_setup, redis, None) as (one, two, leases):
+        one.decode[0].keeps = long_params
         await one.ask(conversation_id="c")
         # Else it asks D: what it finds names a side channel that it has not heard of.
         await two.ask(conversation_id="another")

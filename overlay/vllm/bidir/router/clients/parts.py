@@ -15,17 +15,8 @@ import msgspec
 # An API has some hundred fields, and a long conversation of an agent some thousand messages.
 MOST_FIELDS = 1_000
 MOST_ITEMS = 10_000
-# kv_transfer_params: block ids of 128,000 tokens take 50 kB, in a list for each group of layers.
-_MOST_PARAMS = 1 << 20
-_MOST_LISTS = 10_000
-# These grow with the history, and are for nodes: above so many bytes they are not decoded.
-_BLOCKS, _PROOF = "remote_block_ids", "prefix_proof"
-_DECODED = 64
-# No node counts its blocks so far, and Python reads no number that is as long as it likes.
-_ZEROS = bytes.maketrans(b"0123456789", b"0" * 10)
-_TOO_MANY_ZEROS = b"0" * 20
 # Below, even the most parts take no longer than the rest of a request does.
-_SHORT = 16 << 10
+SHORT = 16 << 10
 
 Fields = dict[str, msgspec.Raw]
 
@@ -51,12 +42,11 @@ def _at_most(items: int) -> msgspec.json.Decoder[Any]:
 _ITEMS = (_at_most(1_000), _at_most(MOST_ITEMS))
 _FIELDS = msgspec.json.Decoder(Fields)
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
-_VALUE = msgspec.json.Decoder()
 
 
 def split_object(text: bytes | msgspec.Raw) -> Fields:
     """An object's fields. TooManyError above MOST_FIELDS, msgspec's errors for anything else."""
-    if len(memoryview(text)) > _SHORT:
+    if len(memoryview(text)) > SHORT:
         return _split_long_object(text)
     fields = _FIELDS.decode(text)
     if len(fields) > MOST_FIELDS:
@@ -66,7 +56,7 @@ def split_object(text: bytes | msgspec.Raw) -> Fields:
 
 def split_array(text: bytes | msgspec.Raw) -> list[msgspec.Raw]:
     """A list's items. TooManyError above MOST_ITEMS, msgspec's errors for anything else."""
-    if len(memoryview(text)) <= _SHORT:
+    if len(memoryview(text)) <= SHORT:
         return _LIST.decode(text)
     for decoder in _ITEMS:
         try:
@@ -78,41 +68,6 @@ def split_array(text: bytes | msgspec.Raw) -> list[msgspec.Raw]:
             end = items.index(msgspec.UNSET) if items[-1] is msgspec.UNSET else len(items)
             return list(items[:end])
     raise TooManyError
-
-
-def decode_params(text: bytes | msgspec.Raw) -> dict[str, Any] | None:
-    """A node's kv_transfer_params; None for what is none, or no such could be that long or have so
-    many fields.
-
-    A proof of the history, and block ids if there are any, stay bytes (`msgspec.Raw`) unless they
-    are short. Of the proof's numbers nobody knows whether they can be read.
-    """
-    size = len(memoryview(text))
-    if size > _MOST_PARAMS:
-        return None
-    whole = bytes(text)
-    if size > _SHORT and whole.count(b"[") + whole.count(b"{") > _MOST_LISTS:
-        return None
-    try:
-        if not whole.isascii():
-            whole.decode()  # what is not looked into has to be text all the same
-        params: dict[str, Any] = split_object(text)
-        for name, value in params.items():
-            data = bytes(value)
-            if len(data) > _DECODED and (name == _PROOF or (name == _BLOCKS and _some(data))):
-                # Of its own: what it was taken from may be long.
-                params[name] = msgspec.Raw(data)
-            else:
-                params[name] = _VALUE.decode(value)
-    except (TooManyError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    return params
-
-
-def _some(blocks: bytes) -> bool:
-    """Whether they are lists of nothing but block ids, and of one at least."""
-    digits = blocks.translate(None, b"[], \t\r\n").isdigit()
-    return digits and _TOO_MANY_ZEROS not in blocks.translate(_ZEROS)
 
 
 def _split_long_object(text: bytes | msgspec.Raw) -> Fields:

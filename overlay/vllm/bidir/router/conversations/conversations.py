@@ -11,10 +11,11 @@ from typing import Any
 
 from msgspec.structs import replace
 from vllm.bidir.reasons import Reason
-from vllm.bidir.router.conversations.kept_params import KeptParams, as_offered
+from vllm.bidir.router.conversations.kept_params import KeptParams
 from vllm.bidir.router.conversations.leases import Ended, Leases, terms_of
 from vllm.bidir.router.conversations.recent import Recent
 from vllm.bidir.router.conversations.record import KeptTurn, Records
+from vllm.bidir.router.nodes.params import as_offered
 
 Key = bytes
 

@@ -4,24 +4,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any
 
-import msgspec
-
-_ENCODER = msgspec.json.Encoder()
-# What P is to do with them: read there, then keep yours for D.
-_ORDERS = {"do_remote_decode": True, "do_remote_prefill": False}
 # Of an entry's places in the table and of the objects around its bytes.
 _ENTRY_BYTES = 200
-
-
-def as_offered(params: Mapping[str, Any]) -> bytes:
-    """D's params of a turn as P takes them with the next one; they are kept like that.
-
-    D's own say the same already, unless it is of a release that does not.
-    """
-    return _ENCODER.encode({**params, **_ORDERS})
 
 
 class KeptParams:

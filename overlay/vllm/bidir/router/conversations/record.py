@@ -13,7 +13,7 @@ from collections import Counter
 from typing import Any
 
 import msgspec
-from vllm.bidir.router.conversations.kept_params import as_offered
+from vllm.bidir.router.nodes.params import as_offered
 
 _LEASE_ID = re.compile(r"d(0|[1-9][0-9]{0,8})-([0-9a-f]{32})")
 # Node, flags, rank, used, time, tokens, stamp, lease: one byte more, and Python takes 96.

@@ -8,9 +8,9 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 from vllm.bidir.reasons import Reason
-from vllm.bidir.router.clients.parts import decode_params
 from vllm.bidir.router.conversations.conversations import DIGEST_BYTES, Key
 from vllm.bidir.router.conversations.record import KeptTurn, is_lease_id
+from vllm.bidir.router.nodes.params import decode_params
 
 # A change of what is written changes this, so that routers of two releases do not meet.
 VERSION = "1"

@@ -10,9 +10,9 @@ from vllm.bidir.router.conversations.conversations import Conversations, Key
 from vllm.bidir.router.conversations.identity import Identities
 from vllm.bidir.router.conversations.leases import Ended
 from vllm.bidir.router.nodes.node import Node
+from vllm.bidir.router.nodes.params import holds_blocks, why_nothing
 from vllm.bidir.router.state.state import State
 from vllm.bidir.router.turns.admission import Admission
-from vllm.bidir.router.turns.legs import holds_blocks, why_nothing
 from vllm.bidir.router.turns.responses import Responses, Said
 from vllm.bidir.router.turns.turn import Turn
 

@@ -7,7 +7,6 @@ from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
-from vllm.bidir.reasons import Reason
 from vllm.bidir.router.clients.request import TurnRequest
 from vllm.bidir.router.clients.reuse import prompt_tokens
 from vllm.bidir.router.nodes.calls import Answer
@@ -16,20 +15,6 @@ from vllm.bidir.router.nodes.node import Node
 from vllm.bidir.router.nodes.reply import Reply
 from vllm.bidir.router.turns.beginning import AbortedError, whole_failure
 from vllm.bidir.router.turns.stream import find_params
-
-# What P is told when there is nothing to read back: keep your blocks for a decode node.
-FIRST_TURN = msgspec.Raw(
-    msgspec.json.encode(
-        {
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "remote_engine_id": None,
-            "remote_block_ids": None,
-            "remote_host": None,
-            "remote_port": None,
-        }
-    )
-)
 
 
 class PrefillDone(msgspec.Struct, frozen=True):
@@ -81,19 +66,3 @@ class Legs:
         raw = None if params is None else msgspec.Raw(msgspec.json.encode(params))
         body = request.decode_body(raw)
         return self._client.request(node.address, "POST", request.path, headers, body, node=node)
-
-
-def holds_blocks(params: dict[str, Any] | None) -> bool:
-    """Whether D's params name any blocks; D may have freed them at once."""
-    blocks = None if params is None else params.get("remote_block_ids")
-    # Many stay as they came.
-    return isinstance(blocks, msgspec.Raw) or (isinstance(blocks, list) and any(blocks))
-
-
-def why_nothing(params: dict[str, Any] | None) -> Reason:
-    """Why D kept nothing of a turn, in its own word if it gives one."""
-    word = None if params is None else params.get("reason")
-    try:
-        return Reason(word)
-    except ValueError:
-        return Reason.NO_PARAMS

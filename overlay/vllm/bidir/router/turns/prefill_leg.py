@@ -9,11 +9,12 @@ import msgspec
 from vllm.bidir.reasons import Reason
 from vllm.bidir.router.nodes.calls import Answer, Unreachable
 from vllm.bidir.router.nodes.node import Node
+from vllm.bidir.router.nodes.params import FIRST_TURN
 from vllm.bidir.router.nodes.policies import Ask
 from vllm.bidir.router.nodes.pool import Pool
 from vllm.bidir.router.telemetry.metrics import Metrics
 from vllm.bidir.router.turns.admission import Admission
-from vllm.bidir.router.turns.legs import FIRST_TURN, Legs, PrefillDone
+from vllm.bidir.router.turns.legs import Legs, PrefillDone
 from vllm.bidir.router.turns.turn import Turn, logger, said
 
 
@@ -36,10 +37,10 @@ class PrefillLeg:
                 )
                 if isinstance(done, Answer) and offered is not None and _may_be_the_offer(done):
                     # The fault may lie with what was to be read back: compute it all instead.
-                    before, turn.reuse.reason = turn.reuse.reason, Reason.TRANSFER_FAILED
+                    turn.reuse.reason = Reason.TRANSFER_FAILED
                     done = await self._try_prefill(turn, node, FIRST_TURN)
                     if isinstance(done, Answer) and done.status < 500:
-                        turn.reuse.reason = before  # it lay with the request
+                        turn.reuse.reason = None  # it lay with the request
                 if isinstance(done, PrefillDone) or (done is not None and done.status < 500):
                     return done
         turn.reuse.reason = Reason.PEER_GONE

@@ -9,14 +9,13 @@ from collections.abc import Callable
 from vllm.bidir.reasons import Reason
 from vllm.bidir.router.clients.access import bearer
 from vllm.bidir.router.clients.keys import Keys
-from vllm.bidir.router.clients.parts import decode_params
 from vllm.bidir.router.conversations.record import KeptTurn
 from vllm.bidir.router.nodes.calls import Calls, Unreachable
 from vllm.bidir.router.nodes.node import Node
+from vllm.bidir.router.nodes.params import decode_params, holds_blocks
 from vllm.bidir.router.nodes.side_channels import SideChannels
 from vllm.bidir.router.process.in_time import in_time
 from vllm.bidir.router.telemetry.metrics import Metrics
-from vllm.bidir.router.turns.legs import holds_blocks
 
 # D answers between two steps. Longer than this, and computing may well be sooner.
 _LIMIT_S = 1.0

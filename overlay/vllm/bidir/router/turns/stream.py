@@ -6,8 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from vllm.bidir.router.clients.parts import TooManyError, decode_params, split_object
+from vllm.bidir.router.clients.parts import TooManyError, split_object
 from vllm.bidir.router.clients.request import PARAMS
+from vllm.bidir.router.nodes.params import decode_params
 
 # As a key, the word is followed by a plain quote; inside a JSON string both quotes are escaped,
 # so that no text of a model or a tool can be mistaken for it.
