@@ -65,7 +65,6 @@ class Reply:
         self._held: list[bytes] = []
         self._size = 0
         self._most = _MAX_HELD
-        self._paused = False
         self._take: Take | None = None
         # While it is relayed to somebody who takes whole chunks as they are framed.
         self.take_chunk: TakeChunk | None = None
@@ -114,8 +113,8 @@ class Reply:
 
     def close(self) -> None:
         """Before its end this ends the request on the node as well."""
+        self._watch_no_more()
         if self._connection is not None:
-            self._watch_no_more()
             self._connection.abort()
 
     def be_patient(self) -> None:
@@ -146,10 +145,8 @@ class Reply:
             self._held.append(body)
             self._size += len(body)
             if self._size > self._most and self._connection is not None:
-                self._paused = True
                 self._connection.pause()
-            if not last:
-                self.wake()
+            self.wake()
             return
         try:
             if self._take(body):
@@ -194,9 +191,7 @@ class Reply:
     def more(self) -> asyncio.Future[None]:
         """Done when something has come, or when nothing will any more."""
         assert self._connection is not None  # more is to come
-        if self._paused:
-            self._paused = False
-            self._connection.resume()
+        self._connection.resume()
         self.heard += 1
         waiter = self._waiter = self._connection.loop.create_future()
         return waiter

@@ -60,8 +60,7 @@ class Seat:
         return node
 
     async def _move_on(self) -> Node | None:
-        if self._node is not None:
-            self._release()
+        self._release()
         node = await self._places.take(self._ask, self._tried)
         if node is not None:
             self._tried.add(node)
