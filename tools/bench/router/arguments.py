@@ -24,8 +24,8 @@ core, engines and clients another. No model, no GPU.
 {EXIT_STATUS}"""
 
 _EXAMPLE = """example:
-  python -m tools.bench.router run --repeats 3 --json router.json
-  python -m tools.bench.router run --repeats 1 --seconds 4 --saturated 2 --conversations 0
+  python -m tools.bench.router run --calm 13 --json router.json
+  python -m tools.bench.router run --repeats 1 --conversations 0
   python -m tools.bench.router run --redis redis://127.0.0.1:6379/9
   python -m tools.bench.router report router.json
 """
@@ -67,12 +67,12 @@ def parser() -> argparse.ArgumentParser:
         default=",".join(ARMS),
         help=f"which, separated by commas (default: {','.join(ARMS)})",
     )
-    run.add_argument("--repeats", type=_positive, default=3, help="of all arms (default 3)")
+    run.add_argument("--repeats", type=_positive, default=7, help="of all arms (default 7)")
     run.add_argument(
         "--concurrency", type=_positive, default=64, help="streams at a time (default 64)"
     )
     run.add_argument(
-        "--chunks", type=_positive, default=50, help="events of a stream, at least 2 (default 50)"
+        "--chunks", type=_positive, default=64, help="events of a stream, at least 2 (default 64)"
     )
     run.add_argument(
         "--interval", type=float, default=20.0, help="ms between two of them (default 20)"
@@ -86,16 +86,14 @@ def parser() -> argparse.ArgumentParser:
         default=1000,
         help="length of the histories, which sets the size of D's params (default 1000)",
     )
-    run.add_argument(
-        "--seconds", type=float, default=10.0, help="of each arm and load (default 10)"
-    )
-    run.add_argument("--warm", type=float, default=2.0, help="seconds before (default 2)")
+    run.add_argument("--seconds", type=float, default=3.0, help="of each arm and load (default 3)")
+    run.add_argument("--warm", type=float, default=1.5, help="seconds before (default 1.5)")
     run.add_argument(
         "--saturated",
         type=float,
-        default=5.0,
+        default=2.0,
         metavar="SECONDS",
-        help="of each arm without pauses between events; 0: none (default 5)",
+        help="of each arm without pauses between events; 0: none (default 2)",
     )
     run.add_argument(
         "--conversations",
