@@ -7,7 +7,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tests.gpu.compare import TOP
@@ -24,14 +24,26 @@ class EngineError(Exception):
     """An engine did not answer as it must."""
 
 
+class RefusedError(EngineError):
+    """It answered, with that status."""
+
+    def __init__(self, status: int, told: str) -> None:
+        super().__init__(told)
+        self.status = status
+
+
 @dataclass(frozen=True)
 class Answer:
-    """Generated ids, the TOP log-probabilities at the first, D's or P's params, tokens cached."""
+    """Generated ids, the TOP log-probabilities at the first, D's or P's params, tokens cached.
+
+    last: the log-probabilities at the last.
+    """
 
     tokens: list[int]
     first: dict[int, float]
     params: dict[str, Any] | None
     cached: int | None
+    last: dict[int, float] = field(default_factory=dict)
 
 
 def complete(
@@ -80,13 +92,18 @@ def parse(answer: Mapping[str, Any]) -> Answer:
         first_logprobs(choice),
         answer.get("kv_transfer_params"),
         details.get("cached_tokens"),
+        _logprobs(choice, -1),
     )
 
 
 def first_logprobs(choice: Mapping[str, Any]) -> dict[int, float]:
     """Of a choice's first token: the TOP most probable ids."""
-    first = choice["logprobs"]["top_logprobs"][0]
-    named = {int(name.removeprefix("token_id:")): float(value) for name, value in first.items()}
+    return _logprobs(choice, 0)
+
+
+def _logprobs(choice: Mapping[str, Any], at: int) -> dict[int, float]:
+    found = choice["logprobs"]["top_logprobs"][at]
+    named = {int(name.removeprefix("token_id:")): float(value) for name, value in found.items()}
     return {token: named[token] for token in sorted(named, key=lambda one: -named[one])[:TOP]}
 
 
@@ -155,7 +172,8 @@ def _answer(request: urllib.request.Request) -> dict[str, Any]:
         with _opener.open(request, timeout=_TIMEOUT_S) as response:
             answer: dict[str, Any] = json.load(response)
     except urllib.error.HTTPError as error:
-        raise EngineError(f"{url}: {error.code} {error.read()[:500]!r}") from error
+        told = f"{url}: {error.code} {error.read()[:500]!r}"
+        raise RefusedError(error.code, told) from error
     except OSError as error:
         raise EngineError(f"{url}: {error}") from error
     return answer

@@ -145,10 +145,13 @@ def second_turn(
         "other_engine": on_decode(prompt, salt=new_salt()),
         "two_pieces": in_two_pieces(on_prefill, prompt, max(found.expected, block)),
         "own_turns": _two_turns_alone(on_decode, first, conversation.generate, prompt),
-        # As D computes after a handover, with nearly all loaded.
+        # As an engine computes that has all whole blocks in its prefix cache.
         "last_block": in_two_pieces(on_decode, prompt, max(1, len(prompt) - 1)),
     }
     found.noise = {name: difference(a.first, plain.first) for name, a in without_transfer.items()}
+    if len(prompt) > 1:
+        # As D computes after a handover: all but one token loaded.
+        found.noise["one_token"] = difference(_last_token_alone(on_decode, prompt), plain.first)
     if read:
         found.alike = {
             name: difference(read_back.first, without_transfer[name].first)
@@ -194,6 +197,17 @@ def in_two_pieces(ask: Ask, prompt: list[int], end: int) -> Answer:
     salt = new_salt()
     ask(prompt[:end], salt=salt)
     return ask(prompt, salt=salt)
+
+
+def _last_token_alone(ask: Ask, prompt: list[int]) -> dict[int, float]:
+    """The prompt's last token computed by itself, as if the engine had generated it.
+
+    Its bias is not in the log-probabilities, which are the model's.
+    """
+    told = ask(prompt[:-1], 2, salt=new_salt(), logit_bias={str(prompt[-1]): 100.0})
+    if told.tokens[0] != prompt[-1]:
+        raise EngineError(f"{prompt[-1]} was not generated, but {told.tokens[0]}")
+    return told.last
 
 
 def _two_turns_alone(ask: Ask, first: list[int], generate: int, prompt: list[int]) -> Answer:

@@ -49,6 +49,21 @@ _SPARSE = glm5(
     n_routed_experts=16,
 )
 
+
+def _windowed(layers: int, window: int, **more: Any) -> dict[str, Any]:
+    """A Llama, every other layer of which attends to so many tokens only: two cache groups."""
+    kinds = [("sliding_attention", "full_attention")[number % 2] for number in range(layers)]
+    return decoder(
+        **_REDUCED,
+        architectures=["LlamaForCausalLM"],
+        model_type="llama",
+        num_hidden_layers=layers,
+        layer_types=kinds,
+        sliding_window=window,
+        **more,
+    )
+
+
 SHAPES = {
     "mla": Shape(_MLA),
     "dense": Shape(qwen3(8, 4096, 12288, 32, **_REDUCED)),
@@ -57,5 +72,38 @@ SHAPES = {
     "sparse": Shape(_SPARSE, args=("--quantization", "fp8")),
     "tiny": Shape(
         qwen3(3, 256, 512, 8, **_REDUCED, num_key_value_heads=4, head_dim=64), dtype="float32"
+    ),
+}
+
+# By device. Tokens of a window, then the shape.
+HYBRID = {
+    "cuda": (
+        512,
+        Shape(
+            _windowed(
+                8,
+                512,
+                hidden_size=4096,
+                intermediate_size=12288,
+                num_attention_heads=32,
+                num_key_value_heads=8,
+                head_dim=128,
+            )
+        ),
+    ),
+    "cpu": (
+        256,
+        Shape(
+            _windowed(
+                4,
+                256,
+                hidden_size=256,
+                intermediate_size=512,
+                num_attention_heads=8,
+                num_key_value_heads=4,
+                head_dim=64,
+            ),
+            dtype="float32",
+        ),
     ),
 }

@@ -24,8 +24,8 @@ SHARPNESS = 1.5
 EMBEDDING = 0.5
 # Of the logits: the first twenty then hold most of the probability.
 LOGITS = 4.0
-# What turns into queries and keys without a norm of its own (MLA).
-_SHARPENED = ("fused_qkv_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj")
+# What turns into queries and keys without a norm of its own (MLA, Llama).
+_SHARPENED = ("fused_qkv_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj", "qkv_proj")
 _DENSE = "qwen3"
 
 

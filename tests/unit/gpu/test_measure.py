@@ -24,6 +24,7 @@ class Asked:
     params: Mapping[str, Any] | None
     salt: str | None
     rank: int | None
+    bias: Mapping[str, float]
 
 
 @pytest.fixture
@@ -38,9 +39,15 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
         params: Mapping[str, Any] | None = None,
         salt: str | None = None,
         rank: int | None = None,
+        logit_bias: Mapping[str, float] | None = None,
     ) -> Answer:
-        found.append(Asked(url, list(prompt), params, salt, rank))
-        return Answer([7] * max_tokens, {7: -0.1}, None if params is None else PARAMS, 0)
+        found.append(Asked(url, list(prompt), params, salt, rank, logit_bias or {}))
+        # The last token's differ from the first's where there are several.
+        odds = [{7: -0.1}, {7: -0.2}][:max_tokens]
+        tokens = [int(one) for one in logit_bias or {}] or [7]
+        tokens += [7] * (max_tokens - len(tokens))
+        told = None if params is None else PARAMS
+        return Answer(tokens, odds[0], told, 0, odds[-1])
 
     monkeypatch.setattr(measure, "complete", complete)
     monkeypatch.setattr(measure, "tokens_read", lambda url: 0)
@@ -58,7 +65,8 @@ def test_noise_has_a_pair_for_each_way_in_which_a_transfer_cuts_a_prompt(
     asked: list[Asked],
 ) -> None:
     found = turn_of(list(range(1, 61)))
-    assert set(found.noise) == {"other_engine", "two_pieces", "own_turns", "last_block"}
+    names = {"other_engine", "two_pieces", "own_turns", "last_block", "one_token"}
+    assert set(found.noise) == names
     salts = {one.salt for one in asked if one.salt is not None}
     pairs = [[one for one in asked if one.salt == salt] for salt in salts]
     (pair,) = [one for one in pairs if len(one) == 2 and len(one[0].prompt) == 59]
@@ -66,6 +74,10 @@ def test_noise_has_a_pair_for_each_way_in_which_a_transfer_cuts_a_prompt(
         ("d", None, 59),
         ("d", None, 60),
     ]
+    # The last one again, as if it had been generated: what follows it is compared.
+    (alone,) = [one for one in asked if one.bias]
+    assert (alone.url, alone.prompt, dict(alone.bias)) == ("d", list(range(1, 60)), {"60": 100.0})
+    assert found.noise["one_token"].rms > found.noise["last_block"].rms == 0
 
 
 def test_nothing_is_transferred_for_noise(asked: list[Asked]) -> None:
@@ -77,7 +89,7 @@ def test_nothing_is_transferred_for_noise(asked: list[Asked]) -> None:
 
 
 def test_a_prompt_of_one_token_is_not_cut_to_none(asked: list[Asked]) -> None:
-    turn_of([5])
+    assert "one_token" not in turn_of([5]).noise
     assert all(one.prompt for one in asked)
 
 
