@@ -192,6 +192,14 @@ def test_where_others_never_rest_all_counts_and_is_said() -> None:
         of_slices(slices, [reply(1.9, 2.1)])
 
 
+def test_where_others_leave_less_than_a_stream_all_counts_and_is_said() -> None:
+    slices = [Slice(0, 1, 0.1, 0.2, 0.5), Slice(1, 2, 0.1, 0.2, 0.0)]
+    found = of_slices(slices, [reply(0.1, 1.2)])
+    assert (found.streams, found.seconds, found.undisturbed) == (1, 2, 0.5)
+    found = of_slices(slices, [reply(0.1, 0.9)])
+    assert (found.streams, found.seconds, found.undisturbed) == (1, 2, 0.5)
+
+
 def sample(first_ms: float, cpu_ms: float) -> dict[str, Any]:
     made = Sample(100, 10.0, (first_ms,) * 100, (first_ms + 900,) * 100, cpu_ms / 10, 0.3)
     return as_json(made)
