@@ -58,6 +58,8 @@ test-full: export BIDIR_HISTORIES = 10000
 test-full: export BIDIR_MUTATED = 34
 test-full: export BIDIR_FAULTS = full
 test-full: export BIDIR_LEAK_TURNS = 500
+test-full: export BIDIR_ROUTER_CONVERSATIONS = 100000
+test-full: export BIDIR_API_EXAMPLES = 200
 test-full: test ## the same with the full numbers of the long suites
 
 fuzz: $(TEST_ENV)/.made ## random histories over real schedulers: make fuzz [MINUTES=10]

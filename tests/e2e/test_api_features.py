@@ -132,7 +132,15 @@ def test_several_answers_come_from_d_alone(clients: Clients) -> None:
         clients.alone.chat.completions.create(**body),
     )
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
-    assert decoded_alone(clients, "bypass_n") == before + 1
+    texts = {choice["index"]: choice["message"]["content"] for choice in answer["choices"]}
+    streamed = dict.fromkeys(texts, "")
+    with clients.openai.chat.completions.create(**body, stream=True) as stream:
+        for chunk in stream:
+            assert FIELD not in chunk.to_dict()
+            for choice in chunk.choices:
+                streamed[choice.index] += choice.delta.content or ""
+    assert streamed == texts
+    assert decoded_alone(clients, "bypass_n") == before + 2
 
 
 def decoded_alone(clients: Clients, reason: str) -> float:
@@ -230,6 +238,32 @@ def test_anthropics_client_calls_tools(clients: Clients) -> None:
         *body["messages"],
         {"role": "assistant", "content": answer["content"]},
         {"role": "user", "content": [result]},
+    ]
+    same(clients.anthropic.messages.create(**body), clients.anthropic_alone.messages.create(**body))
+    assert hits(clients) == before + 1
+
+
+def test_a_stop_sequence_of_anthropics_client_ends_a_turn_that_the_next_one_hits(
+    clients: Clients,
+) -> None:
+    body: dict[str, Any] = {"model": MODEL, "max_tokens": 24, "messages": asked("sequence")}
+    body["extra_body"] = {"temperature": 0.0}
+    (plain,) = clients.anthropic_alone.messages.create(**body).content
+    assert plain.type == "text"
+    stop = plain.text[9:11]
+    body["stop_sequences"] = [stop]
+    answer = same(
+        clients.anthropic.messages.create(**body), clients.anthropic_alone.messages.create(**body)
+    )
+    assert answer["stop_reason"] == "stop_sequence" and answer["stop_sequence"] == stop
+    with clients.anthropic.messages.stream(**body) as stream:
+        streamed = stream.get_final_message().to_dict()
+    assert stable(streamed["content"]) == stable(answer["content"])
+    before = hits(clients)
+    body["messages"] = [
+        *body["messages"],
+        {"role": "assistant", "content": answer["content"]},
+        {"role": "user", "content": "Go on. " * 40},
     ]
     same(clients.anthropic.messages.create(**body), clients.anthropic_alone.messages.create(**body))
     assert hits(clients) == before + 1

@@ -155,6 +155,8 @@ async def test_a_router_shows_its_nodes_turns_and_errors(make_setup: MakeSetup) 
     failed = [(one["what"], one["why"], one["count"]) for one in said["errors"]]
     assert failed[0] == ("answer to /v1/completions", "500", 1)
     assert failed[1:] == [("decode leg", "500", 2)] * 2
+    # Without it a phone shows the page as wide as a desk's screen, and tiny.
+    assert b'<meta name="viewport" content="width=device-width' in page
     text = Parsed(page).text
     for word in ("25%", "of 4 turns", "first_turn", "bypass_n", "decode leg: 500", "1 / 4"):
         assert word in text
