@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import pytest
 
 from tests.router.redis_server import RedisServer
 from tools.bench.errors import BenchError
+from tools.bench.router import load as load_module
 from tools.bench.router import yardstick
 from tools.bench.router.arguments import parse
 from tools.bench.router.client import Connection as ClientConnection
@@ -178,7 +179,7 @@ def reply(begun: float, ended: float) -> Reply:
 def test_what_others_disturb_is_left_out() -> None:
     slices = [Slice(0, 1, 0.1, 0.2, 0.0), Slice(1, 2, 0.9, 0.9, 0.3), Slice(2, 3, 0.3, 0.4, 0.05)]
     replies = [reply(0.1, 0.2), reply(0.3, 1.5), reply(1.6, 2.1), reply(2.2, 2.9), reply(2.5, 3.5)]
-    found = of_slices(slices, replies)
+    found = of_slices(slices, replies, 3)
     assert (found.streams, len(found.first_ms), found.seconds) == (3, 2, 2)
     assert found.cpu_s == pytest.approx(0.4) and found.load_share == pytest.approx(0.3)
     assert found.undisturbed == pytest.approx(2 / 3)
@@ -186,17 +187,17 @@ def test_what_others_disturb_is_left_out() -> None:
 
 def test_where_others_never_rest_all_counts_and_is_said() -> None:
     slices = [Slice(0, 1, 0.1, 0.2, 0.5), Slice(1, 2, 0.1, 0.2, 0.3)]
-    found = of_slices(slices, [reply(0.1, 1.2)])
+    found = of_slices(slices, [reply(0.1, 1.2)], 2)
     assert (found.streams, found.seconds, found.undisturbed) == (1, 2, 0)
     with pytest.raises(BenchError, match="no stream came to its end"):
-        of_slices(slices, [reply(1.9, 2.1)])
+        of_slices(slices, [reply(1.9, 2.1)], 2)
 
 
 def test_where_others_leave_less_than_a_stream_all_counts_and_is_said() -> None:
     slices = [Slice(0, 1, 0.1, 0.2, 0.5), Slice(1, 2, 0.1, 0.2, 0.0)]
-    found = of_slices(slices, [reply(0.1, 1.2)])
+    found = of_slices(slices, [reply(0.1, 1.2)], 2)
     assert (found.streams, found.seconds, found.undisturbed) == (1, 2, 0.5)
-    found = of_slices(slices, [reply(0.1, 0.9)])
+    found = of_slices(slices, [reply(0.1, 0.9)], 2)
     assert (found.streams, found.seconds, found.undisturbed) == (1, 2, 0.5)
 
 
@@ -270,35 +271,68 @@ def test_the_report_says_how_fast_the_machine_was_and_whether_that_changed() -> 
     for spread, steady in ((1.2, True), (1.3, False)):
         for arms in data["samples"].values():
             for rows in arms.values():
-                rows[:] = [{**rows[0], "yardstick_ms": ms} for ms in (10.0, 10.0 * spread)]
+                rows[:] = [{**rows[0], "yardstick_ms": ms} for ms in (1.0, spread)]
         text = report(data)
-        assert f"took 10.0-{10 * spread:.1f} ms" in text
+        assert f"took 1.00-{spread:.2f} ms" in text
         assert ("run it again" not in text) is steady
 
 
-def test_what_is_disturbed_is_measured_again_but_not_for_ever(
-    monkeypatch: pytest.MonkeyPatch,
+def test_what_a_slower_machine_gave_is_left_out() -> None:
+    slices = [Slice(0, 1, 0.1, 0.2, 0.0, 1.2), Slice(1, 2, 0.9, 0.9, 0.0, 1.9)]
+    replies = [reply(0.1, 0.2), reply(1.1, 1.2), reply(1.3, 1.4)]
+    found = of_slices(slices, replies, 1, calm_ms=1.3)
+    assert (found.streams, found.cpu_ms, found.undisturbed) == (1, 100, 1)
+    assert found.yardstick_ms == 1.2
+    found = of_slices(slices, replies, 2)
+    assert (found.streams, found.undisturbed) == (3, 1)
+    assert as_json(found)["yardstick_ms"] == pytest.approx(1.55)
+
+
+@pytest.mark.parametrize(
+    ("calm_ms", "slowly", "slices"), [(1.3, 3, 5), (1.3, 99, 10), (math.inf, 99, 2)]
+)
+async def test_it_goes_on_until_enough_is_calm_but_not_for_ever(
+    calm_ms: float, slowly: int, slices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    speeds: Iterator[float] = iter([30.0, 30.0, 10.0, 30.0, 10.0, 10.0])
-    monkeypatch.setattr(yardstick, "measure", lambda core: next(speeds))
-    monkeypatch.setattr(yardstick, "_LOOK_S", 0.0)
-    said: list[str] = []
-    measured = iter("abc")
-    assert yardstick.calmly(lambda: next(measured), 0, 12.0, said.append) == ("b", 10.0)
-    assert "waiting" in said[0] and "measured again" in said[1] and len(said) == 2
-    speeds, measured = itertools.cycle([10.0, 30.0]), iter("abcd")
-    assert yardstick.calmly(lambda: next(measured), 0, 12.0, said.append) == ("c", 30.0)
-    assert yardstick.calmly(lambda: next(measured), 0, math.inf, said.append) == ("d", 30.0)
-    # Where it is never calm, measuring again is no use.
-    monkeypatch.setattr(yardstick, "measure", lambda core: 30.0)
-    monkeypatch.setattr(yardstick, "_PATIENCE_S", 0.0)
-    assert yardstick.calmly(lambda: "e", 0, 12.0, said.append) == ("e", 30.0)
+    """Of slices of 0.1 s two are wanted, and the first so many are slow."""
+    monkeypatch.setattr(load_module, "_SLICE_S", 0.1)
+    looked = 0
+
+    def yardstick() -> float:
+        nonlocal looked
+        looked += 1
+        return 1.9 if looked <= slowly + 1 else 1.2  # it is asked once before
+
+    engines, loop = Engines(100, None), asyncio.get_running_loop()
+    async with (
+        await loop.create_server(lambda: Connection(engines.prefill), "127.0.0.1", 0) as prefill,
+        await loop.create_server(lambda: Connection(engines.decode), "127.0.0.1", 0) as decode,
+    ):
+        ports = [server.sockets[0].getsockname()[1] for server in (prefill, decode)]
+        sample = await measure(
+            lambda: BothLegs(*ports),
+            Load(1, CHUNKS, 0.0, 100, 0.2, 0.0),
+            None,
+            os.getpid(),
+            busy=lambda: 0.0,
+            yardstick=yardstick,
+            calm_ms=calm_ms,
+        )
+    assert looked == slices + 1
+    assert sample.undisturbed == (0 if slowly == 99 and calm_ms == 1.3 else 1)
 
 
-def test_the_yardstick_is_measured_on_its_core_and_leaves_this_process_where_it_was() -> None:
-    before = os.sched_getaffinity(0)
-    assert 0 < yardstick.measure(min(before)) < 10_000
-    assert os.sched_getaffinity(0) == before
+def test_the_yardstick_is_of_its_core_and_ends_with_who_looks() -> None:
+    core = max(os.sched_getaffinity(0))
+    with closing(yardstick.Yardstick(core)) as looking:
+        pid = looking._process.pid
+        end = time.monotonic() + 20
+        while (took := looking.take()) is None and time.monotonic() < end:
+            time.sleep(0.05)
+        assert took is not None and 0 < took < 1000
+        assert os.sched_getaffinity(pid) == {core}
+        assert looking.take() is None, "that was all until now"
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_help_has_an_example_and_unknown_arms_are_refused(

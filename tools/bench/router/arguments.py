@@ -24,7 +24,7 @@ core, engines and clients another. No model, no GPU.
 {EXIT_STATUS}"""
 
 _EXAMPLE = """example:
-  python -m tools.bench.router run --calm 13 --json router.json
+  python -m tools.bench.router run --calm 1.3 --json router.json
   python -m tools.bench.router run --repeats 1 --conversations 0
   python -m tools.bench.router run --redis redis://127.0.0.1:6379/9
   python -m tools.bench.router report router.json
@@ -112,10 +112,10 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=math.inf,
         metavar="MS",
-        help="measure only while a fixed piece of Python takes at most this long, as a run on an "
-        "idle machine says it: a virtual machine has neighbours; each measurement "
-        "waits for that, five minutes at most, and is made again, twice at most, if it was "
-        "disturbed (default: any time)",
+        help="count only what is measured while a fixed piece of Python takes at most this long "
+        "on the router's core, as a run on an idle machine says it: a virtual machine has "
+        "neighbours; each measurement goes on until --seconds of it are such, five times as long "
+        "at most (default: all counts)",
     )
     run.add_argument("--json", type=Path, default=_JSON, help=f"default {_JSON}")
     run.add_argument("--logs", type=Path, help="keep the logs in this folder (default: nowhere)")

@@ -82,6 +82,7 @@ def as_json(sample: Sample) -> dict[str, Any]:
         "router_core_share": sample.share,
         "load_core_share": sample.load_share,
         "undisturbed": sample.undisturbed,
+        "yardstick_ms": sample.yardstick_ms,
     }
 
 

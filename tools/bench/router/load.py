@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from tools.bench.cpu import cpu_seconds
@@ -20,7 +22,11 @@ from tools.bench.router.script import prefill_params, request_body
 PATH = "/v1/chat/completions"
 # Of the machine, what others may take: above it, figures tell of them.
 MOST_OTHERS = 0.05
+# As long as it is measured at most until there is enough that nothing has disturbed.
+_MOST_STRETCH = 5
 _SLICE_S = 0.5
+# A shorter slice tells nothing.
+_LEAST_S = 0.05
 _HOST = "127.0.0.1"
 
 
@@ -47,7 +53,7 @@ class Slice:
     """A stretch of a measurement, by `time.perf_counter`.
 
     CPU seconds are those of the process in between, and of engines and clients. `others`: share of
-    the machine that others took.
+    the machine that others took. `yardstick_ms`: how fast it was, None: nobody has looked.
     """
 
     begin: float
@@ -55,6 +61,7 @@ class Slice:
     cpu_s: float
     load_s: float
     others: float
+    yardstick_ms: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -63,13 +70,18 @@ class Slice:
     def holds(self, at: float) -> bool:
         return self.begin <= at < self.end
 
+    def is_calm(self, most_ms: float) -> bool:
+        """Whether it is the machine of a yardstick of at most so long, and ours alone."""
+        return self.others <= MOST_OTHERS and (self.yardstick_ms or 0.0) <= most_ms
+
 
 @dataclass(frozen=True)
 class Sample:
     """What one measurement gave. CPU times are those of the process in between, 0 without one.
 
-    `load_share`: of the other core, taken by engines and clients. `undisturbed`: how much of the
-    measurement that is; the rest, in which others took the machine, is left out.
+    `load_share`: of the other core, taken by engines and clients. `undisturbed`: how much of what
+    was to be measured that is; in the rest, which is left out, others took the machine, or it was
+    slower. `yardstick_ms`: how fast it was, None: nobody has looked.
     """
 
     streams: int
@@ -79,6 +91,7 @@ class Sample:
     cpu_s: float
     load_share: float
     undisturbed: float = 1.0
+    yardstick_ms: float | None = None
 
     @property
     def streams_per_s(self) -> float:
@@ -146,14 +159,16 @@ async def measure(
     between: int | None,
     engines: int,
     busy: Callable[[], float] = busy_seconds,
+    yardstick: Callable[[], float | None] = lambda: None,
+    calm_ms: float = math.inf,
 ) -> Sample:
     """Drive the load. `between` and `engines` are process ids; BenchError for a wrong answer.
 
-    `busy`: CPU seconds that everybody has taken of this machine.
+    `busy`: CPU seconds that everybody has taken of this machine. `yardstick`: how fast it was since
+    the last call. It goes on until `load.seconds` of it are calm, five times as long at most.
     """
     loop = asyncio.get_running_loop()
-    begin = loop.time()
-    counted_from, until = begin + load.warm_s, begin + load.warm_s + load.seconds
+    begin, over = loop.time(), False
     replies: list[Reply] = []
 
     async def work(number: int) -> None:
@@ -164,7 +179,7 @@ async def measure(
         # Spread over the length of one stream, so that they do not all begin at once.
         await asyncio.sleep(number / load.concurrency * load.chunks * load.interval_ms / 1000)
         try:
-            while loop.time() < until:
+            while not over:
                 reply = await client(body)
                 check(reply, load.chunks)
                 replies.append(reply)
@@ -177,24 +192,33 @@ async def measure(
         return time.perf_counter(), between_s, load_s, busy()
 
     async def watch() -> list[Slice]:
-        await asyncio.sleep(counted_from - loop.time())
-        found, last = [], taken()
-        while loop.time() < until:
-            await asyncio.sleep(min(_SLICE_S, until - loop.time()))
+        nonlocal over
+        await asyncio.sleep(begin + load.warm_s - loop.time())
+        yardstick()
+        found, last, left = list[Slice](), taken(), load.seconds
+        deadline = loop.time() + _MOST_STRETCH * load.seconds
+        while left > _LEAST_S and loop.time() < deadline:
+            await asyncio.sleep(min(_SLICE_S, left))
             now = taken()
             cpu_s, load_s, all_s = (now[index] - last[index] for index in (1, 2, 3))
             others = (all_s - cpu_s - load_s) / (now[0] - last[0]) / (os.cpu_count() or 1)
-            found.append(Slice(last[0], now[0], cpu_s, load_s, others))
+            one = Slice(last[0], now[0], cpu_s, load_s, others, yardstick())
+            found.append(one)
             last = now
+            if one.is_calm(calm_ms):
+                left -= one.seconds
+        over = True
         return found
 
     *_, slices = await _all([*(work(number) for number in range(load.concurrency)), watch()])
-    return of_slices(slices, replies)
+    return of_slices(slices, replies, load.seconds, calm_ms)
 
 
-def of_slices(slices: list[Slice], replies: list[Reply]) -> Sample:
-    """What lies in the slices that others have left to us; in all of them if no stream does."""
-    clean = [one for one in slices if one.others <= MOST_OTHERS]
+def of_slices(
+    slices: list[Slice], replies: list[Reply], wanted_s: float, calm_ms: float = math.inf
+) -> Sample:
+    """What lies in calm slices; in all of them if no stream does."""
+    clean = [one for one in slices if one.is_calm(calm_ms)]
     for kept in (clean, slices):
         ended = [reply for reply in replies if any(one.holds(reply.ended) for one in kept)]
         # Latencies only of what has begun in such a slice as well.
@@ -208,6 +232,7 @@ def of_slices(slices: list[Slice], replies: list[Reply]) -> Sample:
             next_step="give more --seconds",
         )
     seconds = sum(one.seconds for one in kept)
+    looked = [one.yardstick_ms for one in kept if one.yardstick_ms is not None]
     return Sample(
         len(ended),
         seconds,
@@ -215,7 +240,8 @@ def of_slices(slices: list[Slice], replies: list[Reply]) -> Sample:
         tuple((reply.ended - reply.begun) * 1000 for reply in begun),
         sum(one.cpu_s for one in kept),
         sum(one.load_s for one in kept) / seconds,
-        sum(one.seconds for one in clean) / sum(one.seconds for one in slices),
+        min(1.0, sum(one.seconds for one in clean) / wanted_s),
+        median(looked) if looked else None,
     )
 
 

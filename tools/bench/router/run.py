@@ -7,18 +7,18 @@ import gc
 import math
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tools.bench.about import busy_share, hardware, versions
 from tools.bench.errors import BenchError
-from tools.bench.router import yardstick
 from tools.bench.router.arms import OURS, Engines, between, engines
 from tools.bench.router.figures import Memory, as_json
-from tools.bench.router.load import BothLegs, Client, Load, Sample, Through, fill, measure
+from tools.bench.router.load import BothLegs, Client, Load, Through, fill, measure
 from tools.bench.router.memory import resident_mb
+from tools.bench.router.yardstick import Yardstick
 from tools.cluster.readiness import Report
 
 _BUSY = 0.2
@@ -31,8 +31,8 @@ _LEASE_S = 3600.0
 class Settings:
     """One run. `conversations` 0: memory is not measured; `saturated_s` 0: nor is the maximum.
 
-    `redis`: where the state of the arm that shares it goes. `calm_ms`: measure only while the
-    yardstick takes no longer.
+    `redis`: where the state of the arm that shares it goes. `calm_ms`: what counts is measured
+    while the yardstick takes no longer.
     """
 
     python: Path
@@ -84,7 +84,7 @@ def run(settings: Settings, folder: Path, command: str, report: Report) -> dict[
                 for kind, found in _arm(arm, settings, behind, cores, folder, report).items():
                     samples[kind][arm].append(found)
     warnings += [
-        f"warning: others took the machine in {1 - sample['undisturbed']:.0%} of {arm}, {kind}"
+        f"warning: the machine was calm in {sample['undisturbed']:.0%} of {arm}, {kind}"
         for kind, arms in samples.items()
         for arm, found in arms.items()
         for sample in found
@@ -133,13 +133,20 @@ def _arm(
         pid = None if router is None else router.process.pid
         found = {}
         for kind, load in _loads(settings).items():
-
-            def once(load: Load = load) -> Sample:
-                with _undisturbed(cores.load):
-                    return asyncio.run(measure(client, load, pid, behind.process.pid))
-
-            sample, took_ms = yardstick.calmly(once, cores.between, settings.calm_ms, report)
-            found[kind] = {**as_json(sample), yardstick.KEY: took_ms}
+            with _undisturbed(cores.load), closing(Yardstick(cores.between)) as yardstick:
+                sample = asyncio.run(
+                    measure(
+                        client,
+                        load,
+                        pid,
+                        behind.process.pid,
+                        yardstick=yardstick.take,
+                        calm_ms=settings.calm_ms,
+                    )
+                )
+            found[kind] = as_json(sample)
+            if sample.undisturbed < 1:
+                report(f"{kind}: the machine was calm for {sample.undisturbed:.0%} of it")
         return found
 
 

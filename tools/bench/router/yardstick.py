@@ -2,68 +2,58 @@
 
 A virtual machine's cores have neighbours. What they take shows hardly in its own books, and all
 that is measured meanwhile takes up to twice as long, most of all what sleeps in between: a busy
-process keeps its caches.
+process keeps its caches. It changes within seconds, so that it is looked at all the time: a
+process of its own takes a thousandth of a second of that core, several times a second.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
 
 from tools.bench.router.figures import Rows
-from tools.cluster.readiness import Report
 
 KEY = "yardstick_ms"
 # Above this, figures of the same run are not of the same machine.
 _MOST_SPREAD = 1.25
-_STEPS = 300_000
-_TRIES = 5
-_MEASURED_AGAIN = 2
-_LOOK_S, _PATIENCE_S = 2.0, 300.0
-
-Measured = TypeVar("Measured")
+_STEPS = 30_000
+_PAUSE_S = 0.125
+_ROOT = Path(__file__).resolve().parents[3]
 
 
-def measure(core: int) -> float:
-    """Milliseconds that a fixed piece of Python takes on a core that is free, the best of a few."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, [core])
-    try:
-        return min(_once() for _ in range(_TRIES))
-    finally:
-        os.sched_setaffinity(0, before)
+class Yardstick:
+    """What a fixed piece of Python takes on a core, measured from now on until `close`.
 
-
-def calmly(
-    once: Callable[[], Measured], core: int, most_ms: float, report: Report
-) -> tuple[Measured, float]:
-    """What `once` gives while the yardstick takes `most_ms` at most, before and after; and how long
-    it took.
-
-    That is waited for, and what has been disturbed meanwhile is measured again, twice. Where it
-    does not come in time, or is disturbed each time, it is taken as it is.
+    In CPU time, as what is measured beside it: to wait for that is no matter of the machine.
     """
-    for tries_left in reversed(range(_MEASURED_AGAIN + 1)):
-        before = _wait(core, most_ms, report)
-        measured = once()
-        took = max(before, measure(core))
-        if took <= most_ms or before > most_ms or not tries_left:
-            break
-        report(f"the machine has become slower (yardstick {took:.1f} ms): measured again")
-    return measured, took
 
+    def __init__(self, core: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__, str(core)], cwd=_ROOT, stdout=subprocess.PIPE
+        )
+        assert self._process.stdout is not None
+        self._fd = self._process.stdout.fileno()
+        os.set_blocking(self._fd, False)
+        self._rest = b""
 
-def _wait(core: int, most_ms: float, report: Report) -> float:
-    deadline = time.monotonic() + _PATIENCE_S
-    took = measure(core)
-    if took > most_ms:
-        report(f"waiting for a calm machine: yardstick {took:.1f} ms")
-    while took > most_ms and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
-        took = measure(core)
-    return took
+    def take(self) -> float | None:
+        """Milliseconds, the median since the last call; None if nothing has been measured."""
+        try:
+            while data := os.read(self._fd, 1 << 16):
+                self._rest += data
+        except BlockingIOError:
+            pass
+        *lines, self._rest = self._rest.split(b"\n")
+        return median(map(float, lines)) if lines else None
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
 
 
 def summary(samples: Mapping[str, Mapping[str, Rows]]) -> str | None:
@@ -72,7 +62,7 @@ def summary(samples: Mapping[str, Mapping[str, Rows]]) -> str | None:
     if not found:
         return None
     low, high = min(found), max(found)
-    said = f"Yardstick: a fixed piece of Python took {low:.1f}-{high:.1f} ms on the router's core."
+    said = f"Yardstick: a fixed piece of Python took {low:.2f}-{high:.2f} ms on the router's core."
     if high > _MOST_SPREAD * low:
         said += " The machine was not the same all the time: run it again when it is calm."
     return said
@@ -80,12 +70,24 @@ def summary(samples: Mapping[str, Mapping[str, Rows]]) -> str | None:
 
 def _all(samples: Mapping[str, Mapping[str, Rows]]) -> list[float]:
     rows = [row for arms in samples.values() for found in arms.values() for row in found]
-    return [row[KEY] for row in rows if KEY in row]
+    return [row[KEY] for row in rows if row.get(KEY) is not None]
 
 
 def _once() -> float:
-    begun = time.perf_counter()
+    begun = time.thread_time_ns()
     total = 0
     for number in range(_STEPS):
         total += number
-    return (time.perf_counter() - begun) * 1000
+    return (time.thread_time_ns() - begun) / 1e6
+
+
+def _measure_on(core: int) -> None:
+    os.sched_setaffinity(0, [core])
+    _once()  # the interpreter has not seen it yet
+    while True:
+        print(f"{_once():.4f}", flush=True)
+        time.sleep(_PAUSE_S)
+
+
+if __name__ == "__main__":
+    _measure_on(int(sys.argv[1]))
