@@ -20,7 +20,7 @@ from tests.router.fake_apis import (
     speak_all,
     without_params,
 )
-from tests.router.fake_engine import d_params
+from tests.router.fake_engine import P_PARAMS, d_params
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 
@@ -362,7 +362,8 @@ async def test_tokens_are_those_that_p_says(setup: Setup, usage: Any, said: str)
 
 async def test_a_read_back_that_did_not_come_about_is_no_hit(setup: Setup) -> None:
     async def stock(request: web.Request, body: dict[str, Any]) -> web.Response:
-        return web.json_response({"choices": []})
+        params = {key: value for key, value in P_PARAMS.items() if key != "readback"}
+        return web.json_response({"choices": [], "kv_transfer_params": params})
 
     async def fails(request: web.Request, body: dict[str, Any]) -> web.Response | None:
         blocks = body["kv_transfer_params"]["remote_block_ids"]

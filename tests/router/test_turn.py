@@ -207,6 +207,24 @@ async def test_without_any_p_the_decode_node_serves_alone(make_setup: MakeSetup)
     assert setup.metric("bidir_router_decode_alone_total", reason="peer_gone") == 1
 
 
+async def test_a_p_that_hands_nothing_over_is_counted_and_said(
+    setup: Setup, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The answer is right: without that nobody would know that all is computed twice."""
+
+    async def nothing(request: web.Request, body: dict[str, Any]) -> web.Response:
+        return web.json_response({"choices": [], "usage": {"prompt_tokens": 9}})
+
+    setup.prefill[0].script = nothing
+    async with setup.client.post(setup.url + "/v1/completions", json=BODY) as response:
+        assert response.status == 200
+        assert response.headers["x-kv-reuse"] == "miss; reason=no_params"
+    assert "kv_transfer_params" not in setup.decode[0].asked[0]
+    assert setup.metric("bidir_router_decode_alone_total", reason="no_params") == 1
+    (said,) = [one.message for one in caplog.records if one.levelname == "WARNING"]
+    assert str(setup.prefill[0].address) in said and "without kv_transfer_params" in said
+
+
 async def test_another_p_takes_over(make_setup: MakeSetup) -> None:
     setup = await make_setup(prefill=2)
     await setup.prefill[0].stop()

@@ -81,6 +81,8 @@ class PrefillLeg:
             seconds = turn.progress.prefilled()
             turn.reuse.tokens, turn.reuse.prompt_tokens = done.cached_tokens, done.prompt_tokens
             self._metrics.prompt_tokens(done.prompt_tokens, done.cached_tokens)
+            if done.params is None:
+                self._hands_nothing_over(turn, node)
             done = PrefillDone(self._admission.admit(turn, "prefill", node, done.params))
             took = f"{seconds * 1000:.0f}"
             said.info("%s: Prefill done in %sms (%s)", turn.name, took, node.name)
@@ -90,6 +92,17 @@ class PrefillLeg:
         else:
             self._nodes.succeeded(node)
         return done
+
+    def _hands_nothing_over(self, turn: Turn, node: Node) -> None:
+        """D computes all of it once more, and answers right: nobody would notice."""
+        turn.reuse.reason = Reason.NO_PARAMS
+        self._metrics.decode_alone(Reason.NO_PARAMS)
+        logger.warning(
+            "%s: %s answers without kv_transfer_params; decode node alone. Is it a prefill node, "
+            "with --kv-transfer-config?",
+            turn.name,
+            node.name,
+        )
 
     def _note_whether_it_verifies(self, node: Node, params: dict[str, Any] | None) -> None:
         """P says so in its own params; a node may be another release after a restart."""
