@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tools.bench.router import yardstick
 from tools.bench.router.arms import DIRECT
 from tools.bench.router.figures import Memory, Rows, Span, Verdict, added, verdicts
 
+# Of the yardstick; above this, figures of the same run are not of the same machine.
+_MOST_SPREAD = 1.25
 _LOADS = {
     "steps": "steps: all streams' events come at the same times, as an engine's steps have it.",
     "paced": "paced: each stream by a clock of its own, as if it were alone on its D.",
@@ -32,11 +33,24 @@ def report(data: Mapping[str, Any]) -> str:
     if memory is not None:
         parts.append(_memory(memory))
     parts.append(_required(verdicts(samples, memory, settings["concurrency"])))
-    speed = yardstick.summary(samples)
+    speed = _speed(samples)
     if speed is not None:
         parts.append(speed)
     parts.extend(data["warnings"])
     return "\n\n".join(parts) + "\n"
+
+
+def _speed(samples: Mapping[str, Mapping[str, Rows]]) -> str | None:
+    """How fast the machine was; None where a run has no such figures."""
+    rows = [row for arms in samples.values() for found in arms.values() for row in found]
+    found = [row["yardstick_ms"] for row in rows if row.get("yardstick_ms") is not None]
+    if not found:
+        return None
+    low, high = min(found), max(found)
+    said = f"Yardstick: a fixed piece of Python took {low:.2f}-{high:.2f} ms on the router's core."
+    if high > _MOST_SPREAD * low:
+        said += " The machine was not the same all the time: run it again when it is calm."
+    return said
 
 
 def _title(data: Mapping[str, Any]) -> str:

@@ -12,15 +12,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
-from tools.bench.router.figures import Rows
-
-KEY = "yardstick_ms"
-# Above this, figures of the same run are not of the same machine.
-_MOST_SPREAD = 1.25
 _STEPS = 30_000
 _PAUSE_S = 0.125
 _ROOT = Path(__file__).resolve().parents[3]
@@ -54,23 +48,6 @@ class Yardstick:
     def close(self) -> None:
         self._process.kill()
         self._process.communicate()
-
-
-def summary(samples: Mapping[str, Mapping[str, Rows]]) -> str | None:
-    """What a report says of it; None where a run has no such figures."""
-    found = _all(samples)
-    if not found:
-        return None
-    low, high = min(found), max(found)
-    said = f"Yardstick: a fixed piece of Python took {low:.2f}-{high:.2f} ms on the router's core."
-    if high > _MOST_SPREAD * low:
-        said += " The machine was not the same all the time: run it again when it is calm."
-    return said
-
-
-def _all(samples: Mapping[str, Mapping[str, Rows]]) -> list[float]:
-    rows = [row for arms in samples.values() for found in arms.values() for row in found]
-    return [row[KEY] for row in rows if row.get(KEY) is not None]
 
 
 def _once() -> float:
