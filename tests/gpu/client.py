@@ -137,9 +137,18 @@ def tokens_read(url: str) -> int:
 
 def decisions(url: str) -> dict[str, int]:
     """This engine's read-backs by outcome or reason."""
+    return _by_reason(url, "vllm:bidir_read_back_total")
+
+
+def lost(url: str) -> dict[str, int]:
+    """Handovers that this D has lost, by reason."""
+    return _by_reason(url, "vllm:bidir_lost_handovers_total")
+
+
+def _by_reason(url: str, name: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for sample in read_metrics(url).samples:
-        if sample.name == "vllm:bidir_read_back_total":
+        if sample.name == name:
             key = sample.label("reason") or sample.label("outcome")
             found[key] = found.get(key, 0) + int(sample.value)
     return found

@@ -29,6 +29,7 @@ from tests.gpu.client import (
     EngineError,
     RefusedError,
     complete,
+    lost,
     reset_prefix_cache,
 )
 from tests.gpu.compare import Difference, difference
@@ -44,7 +45,6 @@ from tools.bench.gpu.counters import kv_capacity
 from tools.bench.gpu.engines import telling
 from tools.cluster import Engine, ProcessFailedError
 from tools.demo.errors import DemoError
-from tools.demo.metrics import read_metrics
 
 _ANSWER = 24
 _LONGEST = 3600
@@ -62,8 +62,7 @@ _KILLS: tuple[tuple[bool, float | None], ...] = (
 )
 # Where P's params have the token with which D claims them.
 _CLAIM = "claim"
-_LOST = "vllm:bidir_lost_handovers_total"
-# Of these: the window of the prompt's last token begins in a block that the base would not load.
+# Of lost handovers: the base would not load the block in which the last token's window begins.
 _WINDOW = "window"
 # D's answer, or the status it refused with, and the seconds that it took.
 Outcome = tuple[Answer | int, float]
@@ -237,7 +236,8 @@ def _too_late(nodes: Nodes, findings: Findings) -> None:
         nodes.on_prefill(nodes.new(_LONGEST))
     before = lost(nodes.decode)
     for prompt, params in zip(prompts, handed, strict=True):
-        _not_wrong(f"too late, {len(prompt)}", prompt, params, nodes, findings)
+        outcome = _outcome(prompt, params, nodes)
+        _judge(f"too late, {len(prompt)}", prompt, outcome, nodes, findings)
     grown = {key: n - before.get(key, 0) for key, n in lost(nodes.decode).items()}
     findings.equal(
         "too late, counted as", {k: n for k, n in grown.items() if n}, {"expired": len(prompts)}
@@ -313,12 +313,6 @@ def _restarted(victim: Engine, nodes: Nodes, findings: Findings) -> None:
     findings.cases.append(compared("handover of a P started again", prompt, answer, nodes))
 
 
-def _not_wrong(
-    name: str, prompt: list[int], params: Mapping[str, Any], nodes: Nodes, findings: Findings
-) -> None:
-    _judge(name, prompt, _outcome(prompt, params, nodes), nodes, findings)
-
-
 def _outcome(prompt: list[int], params: Mapping[str, Any], nodes: Nodes) -> Outcome:
     begin = time.monotonic()
     try:
@@ -388,15 +382,6 @@ def handed_over(prefill: str, prompt: list[int]) -> dict[str, Any]:
 def unclaimed(params: Mapping[str, Any]) -> dict[str, Any]:
     """As those of a stock P, which D reads without a question."""
     return {key: value for key, value in params.items() if key != _CLAIM}
-
-
-def lost(url: str) -> dict[str, int]:
-    """Handovers that D has lost, by reason."""
-    samples = [one for one in read_metrics(url).samples if one.name == _LOST]
-    found: dict[str, int] = {}
-    for one in samples:
-        found[one.label("reason")] = found.get(one.label("reason"), 0) + int(one.value)
-    return found
 
 
 def _count(findings: Findings, name: str) -> None:
