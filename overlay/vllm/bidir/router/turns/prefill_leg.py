@@ -43,9 +43,7 @@ class PrefillLeg:
                         turn.reuse.reason = None  # it lay with the request
                 if isinstance(done, PrefillDone) or (done is not None and done.status < 500):
                     return done
-        turn.reuse.reason = Reason.PEER_GONE
-        self._metrics.decode_alone(Reason.PEER_GONE)
-        logger.warning("%s: no prefill node answers; decode node alone", turn.name)
+        self._decode_alone(turn, Reason.PEER_GONE, "no prefill node answers")
         return PrefillDone(None)
 
     def _offer(self, turn: Turn, node: Node) -> msgspec.Raw | None:
@@ -82,7 +80,8 @@ class PrefillLeg:
             turn.reuse.tokens, turn.reuse.prompt_tokens = done.cached_tokens, done.prompt_tokens
             self._metrics.prompt_tokens(done.prompt_tokens, done.cached_tokens)
             if done.params is None:
-                self._hands_nothing_over(turn, node)
+                why = f"{node.name} answers without kv_transfer_params (no --kv-transfer-config?)"
+                self._decode_alone(turn, Reason.NO_PARAMS, why)
             done = PrefillDone(self._admission.admit(turn, "prefill", node, done.params))
             took = f"{seconds * 1000:.0f}"
             said.info("%s: Prefill done in %sms (%s)", turn.name, took, node.name)
@@ -93,16 +92,11 @@ class PrefillLeg:
             self._nodes.succeeded(node)
         return done
 
-    def _hands_nothing_over(self, turn: Turn, node: Node) -> None:
-        """D computes all of it once more, and answers right: nobody would notice."""
-        turn.reuse.reason = Reason.NO_PARAMS
-        self._metrics.decode_alone(Reason.NO_PARAMS)
-        logger.warning(
-            "%s: %s answers without kv_transfer_params; decode node alone. Is it a prefill node, "
-            "with --kv-transfer-config?",
-            turn.name,
-            node.name,
-        )
+    def _decode_alone(self, turn: Turn, reason: Reason, why: str) -> None:
+        """D computes all of it, and answers right: without this nobody would notice."""
+        turn.reuse.reason = reason
+        self._metrics.decode_alone(reason)
+        logger.warning("%s: %s; decode node alone", turn.name, why)
 
     def _note_whether_it_verifies(self, node: Node, params: dict[str, Any] | None) -> None:
         """P says so in its own params; a node may be another release after a restart."""
