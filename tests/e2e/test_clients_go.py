@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable
 
 import httpx
 import pytest
 
 from tests.e2e.conftest import Route
-from tests.e2e.turns import MODEL, http, metric, tokens
+from tests.e2e.turns import MODEL, http, metric, tokens, wait_until
 from tools.cluster import Cluster, Engine
 
 # More than D generates until it hears that nobody reads.
@@ -19,13 +17,6 @@ ANSWER = 6000
 
 def under_way(engine: Engine) -> float:
     return metric(engine, "vllm:num_requests_running") + metric(engine, "vllm:num_requests_waiting")
-
-
-def until(what: Callable[[], bool], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("streamed", [True, False])
@@ -47,13 +38,13 @@ def test_d_ends_what_nobody_waits_for(streamed: bool, pair: Cluster, route: Rout
                 response = client.send(request, stream=True)
                 lines = response.iter_lines()
                 assert next(lines).startswith("data: ")
-                until(lambda: under_way(d) == 1, 5)
+                wait_until(lambda: under_way(d) == 1, 5, "D does not run")
                 response.close()
             else:
                 with pytest.raises(httpx.ReadTimeout):
                     client.send(request)
-        until(lambda: not under_way(d), 5)
+        wait_until(lambda: not under_way(d), 5, "D goes on")
         # It was cut, it did not come to its end; and nothing of it is kept.
         assert 0 < metric(d, "vllm:generation_tokens_total") - before < ANSWER
-        until(lambda: metric(d, "vllm:kv_cache_usage_perc") <= used, 5)
+        wait_until(lambda: metric(d, "vllm:kv_cache_usage_perc") <= used, 5, "D holds blocks")
         assert not under_way(pair.prefill[0])

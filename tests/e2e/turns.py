@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +95,14 @@ def converse(
         turn = ask(server, [*history, *question], **fields)
         yield turn
         history = turn.history
+
+
+def wait_until(true: Callable[[], object], seconds: float, else_what: str) -> None:
+    """`else_what`: what is wrong when it does not come true in time."""
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, f"after {seconds:.0f} s: {else_what}"
+        time.sleep(0.1)
 
 
 def events(wire: str) -> Iterator[dict[str, Any]]:

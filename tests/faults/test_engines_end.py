@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.e2e.oracle import IDS, Compared, ask, compare
-from tests.e2e.turns import http, metric
+from tests.e2e.turns import http, metric, wait_until
 from tests.faults.conftest import SILENCE_S, TIMEOUT_S, TTL_S
 from tests.faults.points import POINTS, FaultPoints
 from tests.faults.turns import (
@@ -31,7 +31,6 @@ from tests.faults.turns import (
     tokens,
     turn,
     used,
-    wait_until,
 )
 from tools.cluster import Cluster, Engine
 
@@ -138,7 +137,7 @@ def test_an_engine_dies_while_d_generates(role: str, faulty: Cluster, compared: 
         wait_until(
             lambda: metric(d, "vllm:num_requests_running") == 1 and used(p) == 0,
             30,
-            "D generates, and P has let go",
+            "D does not generate, or P has not let go",
         )
         victim.kill()
         if role == "decode":

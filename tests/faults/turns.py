@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from tests.e2e.oracle import IDS, Compared, ask, compare
-from tests.e2e.turns import by_outcome, metric
+from tests.e2e.turns import by_outcome, metric, wait_until
 from tests.faults.conftest import TIMEOUT_S, TTL_S
 from tools.cluster import Cluster, Engine
 from tools.cluster.tokenizer import GENERATED_IDS
@@ -79,13 +79,6 @@ def reads_back(engine: Engine) -> Iterator[None]:
     assert found == {"read": 1}, f"{engine.name}: not one read-back but {found} in {took:.1f} s"
 
 
-def wait_until(true: Any, seconds: float, what: str) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, f"not within {seconds:.0f} s: {what}"
-        time.sleep(0.1)
-
-
 def used(engine: Engine) -> float:
     """Share of the engine's blocks that somebody holds."""
     return metric(engine, "vllm:kv_cache_usage_perc")
@@ -93,7 +86,7 @@ def used(engine: Engine) -> float:
 
 def rests(engine: Engine) -> None:
     """All that the engine held for others comes back by itself."""
-    wait_until(lambda: used(engine) == 0, TTL_S + TIMEOUT_S, f"{engine.name} holds no block")
+    wait_until(lambda: used(engine) == 0, TTL_S + TIMEOUT_S, f"{engine.name} holds blocks")
     assert metric(engine, "vllm:num_requests_running") == 0
     assert metric(engine, "vllm:num_requests_waiting") == 0
 
@@ -109,4 +102,4 @@ def clear_cache(engine: Engine) -> None:
 
     P's blocks are held until it has heard that D has read them, some time after D's answer.
     """
-    wait_until(lambda: clear_cache_now(engine), TTL_S, f"{engine.name} forgets its prefix cache")
+    wait_until(lambda: clear_cache_now(engine), TTL_S, f"{engine.name} keeps its prefix cache")

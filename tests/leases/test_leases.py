@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.e2e.oracle import IDS, MAX_TOKENS, Compared, compare
-from tests.e2e.turns import http, metric, tokens
+from tests.e2e.turns import http, metric, tokens, wait_until
 from tests.leases.conftest import LEASE_S, Route
-from tests.leases.turns import AUTHORIZED, leases, reads, say, wait_until
+from tests.leases.turns import AUTHORIZED, leases, reads, say
 from tools.cluster import Cluster, Engine
 
 # A lease that is over is found within a tenth of it; the rest is for a slow machine.
@@ -44,7 +44,7 @@ def test_a_conversation_is_read_back_long_after_its_first_lease(
         prompt = history + tokens(30, 2)
         said = say(router, prompt, "long")
         assert reads(leased) - read == 1
-        wait_until(lambda: leases(d)["leases"] == 1, 5, "the turn before is given back")
+        wait_until(lambda: leases(d)["leases"] == 1, 5, "the turn before is not given back")
     answer = {"choices": [{"token_ids": said[len(prompt) :][:MAX_TOKENS]}]}
     compare(IDS, leased.prefill[0], prompt, answer, True, compared)
 

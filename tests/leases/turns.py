@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -55,10 +54,3 @@ def leases(engine: Engine) -> dict[str, Any]:
 def reads(pair: Cluster) -> float:
     """How many turns P has read back."""
     return metric(pair.prefill[0], "vllm:bidir_read_back_total", outcome="read")
-
-
-def wait_until(what: Callable[[], bool], seconds: float, why: str) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, why
-        time.sleep(0.1)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.conftest import compared, model_folder, report
 from tests.e2e.oracle import IDS, Compared, compare
-from tests.e2e.turns import MODEL, http, metric, outcomes, tokens
+from tests.e2e.turns import MODEL, http, metric, outcomes, tokens, wait_until
 from tests.shapes.load import begin, go_on, say, used
 from tools.cluster import Cluster, ClusterOptions, Engine, RoleOptions, cluster
 from tools.cluster.router import router
@@ -54,16 +54,9 @@ def nothing_is_left(ranked: Cluster) -> Iterator[None]:
     """Every rank gets back what it has kept."""
     yield
     p, d = ranked.prefill[0], ranked.decode[0]
-    wait_until(lambda: leases(d)["leases"] == 0, 2 * LEASE_S)
+    wait_until(lambda: leases(d)["leases"] == 0, 2 * LEASE_S, "leases are left")
     assert [used(d, rank) for rank in range(RANKS)] == [0, 0]
-    wait_until(lambda: used(p) == 0, 10)
-
-
-def wait_until(true: Callable[[], bool], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.1)
+    wait_until(lambda: used(p) == 0, 10, "P holds blocks")
 
 
 def post(engine: Engine, path: str, body: dict[str, Any], **headers: str) -> Any:
@@ -201,7 +194,7 @@ def test_conversations_through_the_router_are_read_back_from_any_rank(
         assert reads(ranked) - before == 8
         assert outcomes(running) == {"first_turn": 4, "hit": 8}
         assert metric(running, "bidir_router_params_dropped_total") == 0
-        wait_until(lambda: leases(d)["leases"] == 4, 5)
+        wait_until(lambda: leases(d)["leases"] == 4, 5, "leases are missing")
         assert all(one["leases"] for one in leases(d)["ranks"])
         # The router keeps what either rank keeps, and gives all of it back when it ends.
         time.sleep(1.5 * LEASE_S)

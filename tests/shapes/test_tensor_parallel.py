@@ -13,8 +13,7 @@ import pytest
 
 from tests.e2e.conftest import WITHOUT_PREFIX_CACHE, compared, model_folder, report
 from tests.e2e.oracle import IDS, MAX_TOKENS, Compared, ask, compare
-from tests.e2e.turns import KvCounters, http, metric, outcomes, tokens
-from tests.leases.turns import wait_until
+from tests.e2e.turns import KvCounters, http, metric, outcomes, tokens, wait_until
 from tools.cluster import Cluster, ClusterOptions, Engine, RoleOptions, cluster
 from tools.cluster.model import ModelShape
 from tools.cluster.router import router
@@ -93,7 +92,7 @@ def test_a_conversation_is_read_back_and_given_back(
         assert outcomes(server) == {"first_turn": 1, "hit": 3}
 
         # Only the last turn is kept, until nobody wants it any more.
-        wait_until(lambda: leases(d)["leases"] == 1, 5, "the turns before are given back")
+        wait_until(lambda: leases(d)["leases"] == 1, 5, "the turns before are not given back")
         assert leases(d)["blocks"] == -(-(len(history) - 1) // BLOCK)
         assert client.delete(f"{server.url}/conversations/c").status_code == 204
         wait_until(lambda: leases(d)["leases"] == 0, 5, "D keeps what was deleted")
