@@ -21,7 +21,7 @@ from vllm.bidir.router.server import listener
 from tests.router.fake_engine import FakeEngine
 
 # What speaks HTTP to clients does so on both loops that a router may run on.
-_ON_BOTH_LOOPS = ("test_connection", "test_http", "test_draining", "test_clients_go")
+_ON_BOTH_LOOPS = ("test_connection", "test_http", "test_draining", "test_clients_go", "test_tls")
 
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 8}
 JSON = {"Content-Type": "application/json"}
@@ -39,10 +39,11 @@ def pytest_asyncio_loop_factories(
 class RouterServer:
     """A router that listens on a free port."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, host: str = "127.0.0.1") -> None:
         self._router = router
+        self._host = host
         self._lasts = AsyncExitStack()
-        self.listener: Listener = listener(router, "127.0.0.1", 0)
+        self.listener: Listener = listener(router, host, 0)
 
     @property
     def port(self) -> int:
@@ -50,7 +51,8 @@ class RouterServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        scheme = "http" if self._router.options.security.tls is None else "https"
+        return f"{scheme}://{Address(self._host, self.port)}"
 
     async def start_server(self) -> None:
         await self._lasts.enter_async_context(self._router.lifespan())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,9 +75,14 @@ class FakeEngine:
     @property
     def address(self) -> Address:
         assert self.server is not None and self.server.port is not None
-        return Address(self.server.host, self.server.port)
+        return Address(self.server.host, self.server.port, scheme=self.server.scheme)
 
-    async def start(self, host: str = "127.0.0.1", port: int | None = None) -> FakeEngine:
+    async def start(
+        self,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> FakeEngine:
         app = web.Application(client_max_size=1 << 30)
         self.leases.add_routes(app)
         app.router.add_post("/v1/{rest:.*}", self._generate)
@@ -85,7 +91,7 @@ class FakeEngine:
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         self.server = TestServer(app, host=host, port=port)
-        await self.server.start_server()
+        await self.server.start_server(ssl=tls)
         return self
 
     async def stop(self) -> None:

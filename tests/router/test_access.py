@@ -13,7 +13,6 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 from vllm.bidir.router.clients.security import Security, key_digest
 from vllm.bidir.router.router import Router
 
@@ -315,20 +314,14 @@ async def test_no_key_prompt_id_or_params_are_ever_logged(
 async def test_clients_and_engines_may_speak_tls(setup: Setup, tmp_path: Path) -> None:
     cert, key = make_certificate(tmp_path)
     security = Security(tls=(cert, key), engine_ca=cert)
-    context = security.server_context()
-    engine = FakeEngine("decode")
-    app = web.Application()
-    app.router.add_post("/v1/completions", engine._generate)
-    app.router.add_get("/health", engine._health)
-    node = TestServer(app, host="127.0.0.1")
-    await node.start_server(ssl=context)
-    assert node.port is not None
-    address = replace(setup.decode[0].address, port=node.port, scheme="https")
+    engine = await FakeEngine("decode").start(tls=security.server_context())
+    address = engine.address
+    assert address.scheme == "https"
     options = replace(setup.router.options, decode=(address,), security=security)
     server = RouterServer(Router(options))
     await server.start_server()
     trusting = ssl.create_default_context(cafile=cert)
-    url = f"https://127.0.0.1:{server.port}/v1/completions"
+    url = server.url + "/v1/completions"
     try:
         async with setup.client.post(url, json=BODY, ssl=trusting) as response:
             assert response.status == 200
@@ -339,5 +332,5 @@ async def test_clients_and_engines_may_speak_tls(setup: Setup, tmp_path: Path) -
             assert (await other.ask())[0] == 503
     finally:
         await server.close()
-        await node.close()
+        await engine.stop()
     assert len(engine.asked) == 1
