@@ -565,3 +565,21 @@ async def test_no_log_shows_a_lease_id(
     assert any("/v1/kv_leases/-" in line for line in lines)
     assert any("does not answer about leases" in line for line in lines)
     assert not [line for line in lines if lease(0)[3:] in line or "malformed-id" in line]
+
+
+async def test_a_request_keeps_its_lease_id_in_neither_of_its_paths(serve: Serve) -> None:
+    """Which of them a server's access log shows depends on its release."""
+    server = serve({0: Rank(lease(0))})
+    scopes = []
+
+    async def noted(scope: Any, receive: Any, send: Any) -> None:
+        scopes.append(scope)
+        await server.app(scope, receive, send)
+
+    shown = httpx.ASGITransport(noted)
+    async with httpx.AsyncClient(transport=shown, base_url="http://d", headers=HEADERS) as client:
+        # As it is usually written, and with a letter of it escaped.
+        for written in (lease(0), lease(0).replace("d", "%64", 1)):
+            assert (await client.get(f"/v1/kv_leases/{written}")).status_code == 200
+    paths = [(scope["path"], scope["raw_path"]) for scope in scopes]
+    assert paths == [("/v1/kv_leases/-", b"/v1/kv_leases/-")] * 2

@@ -15,6 +15,7 @@ import re
 from collections.abc import Awaitable, Iterable, Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from vllm.bidir.connector.hooks import nixl_configs
@@ -74,8 +75,10 @@ async def release(request: Request) -> Response:
 
 async def read_lease(request: Request, lease_id: str) -> Response:
     """The `kv_transfer_params` of one kept turn; 404 when it is gone."""
-    # The access log shows the path when the answer starts. Lease ids stay out of logs.
-    request.scope["path"] = request.scope["path"].removesuffix(lease_id) + "-"
+    # The access log shows the path when the answer starts: uvicorn before 0.55 as it was decoded,
+    # from then on as it was sent. Lease ids stay out of logs.
+    path = request.scope["path"].removesuffix(lease_id) + "-"
+    request.scope.update(path=path, raw_path=quote(path).encode())
     return await _response(_read_lease(request, lease_id))
 
 
