@@ -69,6 +69,12 @@ class ClientConnection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._lingers: asyncio.TimerHandle | None = None
 
+    @property
+    def _live_transport(self) -> asyncio.Transport | None:
+        """What can still be written to and read from."""
+        transport = self.transport
+        return None if transport is None or transport.is_closing() else transport
+
     def count(self, request: Request, status: int) -> None:
         self._application.count(request, status)
 
@@ -196,8 +202,8 @@ class ClientConnection(asyncio.Protocol):
             self._served(request)
 
     def _send(self, request: Request, response: Response) -> None:
-        transport = self.transport
-        if transport is None or transport.is_closing():
+        transport = self._live_transport
+        if transport is None:
             return
         request.keeps_alive &= request.whole and not response.close and not self._ends
         self.count(request, response.status)
@@ -219,8 +225,8 @@ class ClientConnection(asyncio.Protocol):
     def _say_fault(self) -> None:
         """The answer to what was no request."""
         assert self._fault is not None
-        transport = self.transport
-        if transport is not None and not transport.is_closing():
+        transport = self._live_transport
+        if transport is not None:
             response = self._fault.response()
             transport.write(response.head(True, True) + response.body)
             self._close(unread=True)
@@ -229,8 +235,8 @@ class ClientConnection(asyncio.Protocol):
         """No more is served. `unread`: more may have come than has been read."""
         self._reader.close()
         self._waiting.clear()
-        transport = self.transport
-        if transport is None or transport.is_closing() or self._lingers is not None:
+        transport = self._live_transport
+        if transport is None or self._lingers is not None:
             return
         if not unread:
             transport.close()
@@ -241,12 +247,14 @@ class ClientConnection(asyncio.Protocol):
         self._lingers = self.loop.call_later(_LINGER_S, self.abort)
 
     def _pause(self) -> None:
-        if self._reading and self.transport is not None and not self.transport.is_closing():
+        transport = self._live_transport
+        if self._reading and transport is not None:
             self._reading = False
-            self.transport.pause_reading()
+            transport.pause_reading()
 
     def _resume(self) -> None:
-        if not self._reading and self.transport is not None and not self.transport.is_closing():
+        transport = self._live_transport
+        if not self._reading and transport is not None:
             self._reading = True
             self.heard = self.loop.time()
-            self.transport.resume_reading()
+            transport.resume_reading()
