@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 from vllm.bidir.connector import stats as module
 from vllm.bidir.connector.stats import HANDOVER, READ_BACK, BidirPromMetrics, BidirStats
+
+from tests.connector.prom_metrics import prom_metrics
 
 
 @pytest.fixture
@@ -17,13 +18,8 @@ def registry() -> CollectorRegistry:
 
 
 @pytest.fixture
-def metrics(registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch) -> BidirPromMetrics:
-    def made(kind: Any) -> Any:
-        return lambda **arguments: kind(**arguments, registry=registry)
-
-    kinds: Any = {kind: made(kind) for kind in (Counter, Gauge, Histogram)}
-    config: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector="NixlConnector"))
-    return BidirPromMetrics(config, kinds, ["engine"], {0: ["0"]})
+def metrics(registry: CollectorRegistry) -> BidirPromMetrics:
+    return prom_metrics(registry)
 
 
 def transfer(stats: BidirStats, direction: str, peer: str, descriptors: int = 3) -> None:

@@ -6,20 +6,17 @@ engines' registries say which series there are, and what kind each is.
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import promql_parser as promql
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from vllm.bidir.connector.stats import BidirPromMetrics
+from prometheus_client import CollectorRegistry
 from vllm.bidir.router.options import RouterOptions
 from vllm.bidir.router.router import Router
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.connector.prom_metrics import prom_metrics
+from tests.deploy.test_metrics import ROOT, dashboard, targets
+
 # By the kind of a metric; only of those that grow for ever a rate says something.
 SERIES = {
     "counter": ("_total",),
@@ -33,22 +30,12 @@ GROWING = {f"vllm:bidir_lease_{word}" for word in ("released", "reclaimed", "exp
 }
 
 
-def engine_registry() -> CollectorRegistry:
-    registry = CollectorRegistry()
-
-    def made(kind: Any) -> Any:
-        return lambda **arguments: kind(**arguments, registry=registry)
-
-    kinds: Any = {kind: made(kind) for kind in (Counter, Gauge, Histogram)}
-    config: Any = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector="NixlConnector"))
-    BidirPromMetrics(config, kinds, ["engine"], {0: ["0"]})
-    return registry
-
-
 @pytest.fixture(scope="module")
 def kinds() -> dict[str, str]:
     """By the name of each series that a router or an engine shows: its kind."""
-    both = (Router(RouterOptions((), ())).metrics.registry, engine_registry())
+    engine = CollectorRegistry()
+    prom_metrics(engine)
+    both = (Router(RouterOptions((), ())).metrics.registry, engine)
     found = {
         family.name + suffix: "counter" if family.name in GROWING else family.type
         for registry in both
@@ -61,8 +48,7 @@ def kinds() -> dict[str, str]:
 
 def of_dashboard() -> list[str]:
     """A Grafana variable stands for what Grafana puts there."""
-    panels = json.loads((ROOT / "deploy/grafana/vllm-bidir.json").read_text())["panels"]
-    asked = [one["expr"] for panel in panels for one in panel.get("targets", [])]
+    asked = [one["expr"] for panel in dashboard()["panels"] for one in targets(panel)]
     return [expression.replace("$__rate_interval", "1m") for expression in asked]
 
 

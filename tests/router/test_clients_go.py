@@ -141,10 +141,8 @@ class Written:
             await asyncio.sleep(0.1)
 
 
-async def test_a_client_that_reads_slowly_slows_its_d_down_and_loses_nothing(
-    setup: Setup,
-) -> None:
-    """What it has not read stays where it is made: in between are sockets' buffers only."""
+async def read_slowly(setup: Setup) -> None:
+    """D is slowed down by a client that reads slowly, and the client loses nothing."""
     pieces = 1000
     written = Written(setup.decode[0], pieces)
     url = setup.url + "/v1/completions"
@@ -153,3 +151,10 @@ async def test_a_client_that_reads_slowly_slows_its_d_down_and_loses_nothing(
         assert written.count < pieces / 2
         whole = await response.read()
     assert whole == Written.PIECE * pieces
+
+
+async def test_a_client_that_reads_slowly_slows_its_d_down_and_loses_nothing(
+    setup: Setup,
+) -> None:
+    """What it has not read stays where it is made: in between are sockets' buffers only."""
+    await read_slowly(setup)

@@ -23,7 +23,7 @@ from vllm.bidir.router.router import Router
 
 from tests.router.conftest import BODY, MakeSetup, RouterServer, Setup
 from tests.router.fake_engine import FakeEngine, begin_stream, event
-from tests.router.test_clients_go import GONE_WITHIN_S, Written
+from tests.router.test_clients_go import GONE_WITHIN_S, read_slowly
 from tests.router.tls import make_certificate
 
 # The last bytes of one read and the first of the next belong to one letter.
@@ -101,14 +101,7 @@ async def test_the_engine_sees_within_100_ms_that_the_client_has_gone(encrypted:
 async def test_a_client_that_reads_slowly_slows_its_d_down_and_loses_nothing(
     encrypted: Setup,
 ) -> None:
-    pieces = 1000
-    written = Written(encrypted.decode[0], pieces)
-    url = encrypted.url + "/v1/completions"
-    async with encrypted.client.post(url, json={**BODY, "stream": True}) as response:
-        await written.until_it_stands_still()
-        assert written.count < pieces / 2
-        whole = await response.read()
-    assert whole == Written.PIECE * pieces
+    await read_slowly(encrypted)
 
 
 async def test_a_client_may_come_over_ipv6(setup: Setup) -> None:
