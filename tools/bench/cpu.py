@@ -1,26 +1,29 @@
-"""How much of a core processes take, as /proc tells."""
+"""How much of a core processes take, as the system counts it."""
 
 from __future__ import annotations
 
-import os
+import ctypes
 import time
-from pathlib import Path
 
 from tools.cluster import Engine
 from tools.cluster.guard import members
 
-_TICKS = os.sysconf("SC_CLK_TCK")
+_C = ctypes.CDLL(None)
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time that a process has taken, user and system; 0 once it is gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
+    """CPU time that a process has taken, user and system; 0 once it is gone.
+
+    Of its own clock (clock_getcpuclockid(3)): /proc counts in hundredths of a second, a thirtieth
+    of what a router takes in three seconds.
+    """
+    clock = ctypes.c_int()
+    if _C.clock_getcpuclockid(pid, ctypes.byref(clock)):
         return 0.0
-    # utime and stime are fields 14 and 15 (proc(5)); the name may hold spaces.
-    fields = stat.rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
+    try:
+        return time.clock_gettime(clock.value)
+    except OSError:  # it has ended in between
+        return 0.0
 
 
 def shares(engine: Engine, seconds: float) -> tuple[float, float]:
