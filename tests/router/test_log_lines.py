@@ -15,7 +15,7 @@ import pytest
 from vllm.bidir.router.telemetry.log_lines import Lines, LogLines, TurnLog, _Said
 
 # What is to be written has been by then.
-LONG_S = 0.2
+LONG_S = 0.5
 OVERLAY = Path(__file__).resolve().parents[2] / "overlay"
 
 

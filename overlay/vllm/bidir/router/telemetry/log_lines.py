@@ -19,8 +19,9 @@ else:
     Handler = logging.StreamHandler  # before Python 3.11 it takes no type
 
 
-# Later than a turn's first byte where P and D are quick, sooner than anybody looks.
-_LATER_S = 0.05
+# Later than a turn's first byte where P and D are quick, sooner than anybody looks. To wake up for
+# them costs more than they do.
+_LATER_S = 0.25
 
 
 class _Said(NamedTuple):
@@ -70,7 +71,7 @@ class Lines(logging.Formatter):
 
 
 class LogLines(Handler):
-    """Writes lines 50 ms after the first of them came, all of them at once.
+    """Writes lines a quarter of a second after the first of them came, all of them at once.
 
     Warnings and worse are written at once, behind what waits; so is everything where no loop runs.
     """
