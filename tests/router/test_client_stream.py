@@ -181,7 +181,9 @@ async def test_the_head_goes_with_the_first_piece_and_the_end_with_the_last(
 async def test_a_chunk_may_pass_as_it_is() -> None:
     async def handler(request: Request) -> Answered:
         stream = ClientStream.begin(request, {}, b"")
-        assert stream.put_chunk(b"4\r\none\n\r\n") and stream.sent.endswith(b"\none\n")
+        take = stream.chunk_taker([], [b"secret"])
+        assert take is not None and take(b"7\r\nsecret\n\r\n") is None
+        assert take(b"4\r\none\n\r\n") and stream.sent.endswith(b"\none\n")
         await stream.end(b"")
         return stream
 

@@ -24,6 +24,8 @@ _MOST_WAITING = 256
 # What comes while a request is served, and belongs to those after it: more is not read. What is not
 # read does not tell whether the client is still there.
 _MOST_AHEAD = 256 << 10
+# What a client may leave unread, beside what its system takes: asyncio's own limit, but for TLS.
+_MOST_UNREAD = 64 << 10
 # So long unread bytes are thrown away before a connection is closed: the system would tell the
 # client that it has been reset, maybe before it has read its answer.
 _LINGER_S = 10.0
@@ -65,7 +67,7 @@ class ClientConnection(asyncio.Protocol):
         self._ahead = 0
         self._ends = False
         self._reading = True
-        self._full = False
+        self.full = False
         self._waiter: asyncio.Future[None] | None = None
         self._lingers: asyncio.TimerHandle | None = None
 
@@ -80,7 +82,7 @@ class ClientConnection(asyncio.Protocol):
 
     async def drained(self) -> None:
         """The client has read nearly all that it was sent, or has gone."""
-        if self._full:
+        if self.full:
             self._waiter = self.loop.create_future()
             try:
                 await self._waiter
@@ -123,6 +125,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self.secure = transport.get_extra_info("sslcontext") is not None
+        self.transport.set_write_buffer_limits(high=_MOST_UNREAD)
         connected = transport.get_extra_info("socket")
         if connected is not None:
             # A client whose host vanishes while nothing is sent to it is noticed all the same.
@@ -140,10 +143,10 @@ class ClientConnection(asyncio.Protocol):
         self.cut()
 
     def pause_writing(self) -> None:
-        self._full = True
+        self.full = True
 
     def resume_writing(self) -> None:
-        self._full = False
+        self.full = False
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 

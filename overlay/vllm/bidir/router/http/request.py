@@ -22,6 +22,8 @@ class Client(Protocol):
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport | None
     secure: bool
+    # It reads more slowly than it is written to.
+    full: bool
 
     def count(self, request: Request, status: int) -> None:
         """An answer to it is about to be sent."""

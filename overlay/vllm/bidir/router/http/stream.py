@@ -7,7 +7,7 @@ the event.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from vllm.bidir.router.http.request import Client, Request
 from vllm.bidir.router.http.response import head
@@ -18,8 +18,6 @@ _HEADERS = {
     "X-Accel-Buffering": "no",  # else nginx hands tokens on in lumps
 }
 _CHUNKED = {"Transfer-Encoding": "chunked"}
-# Above this the client is slower than its stream; of TLS the connection itself has more room.
-_MAX_BUFFERED = 64 << 10
 _LAST_CHUNK = b"0\r\n\r\n"
 
 
@@ -39,7 +37,8 @@ class ClientStream:
         # Its end has been written, though the client may not have read it yet.
         self.ended = False
         self._client = client
-        self._transport = client.transport
+        self._write = client.transport.write
+        self._is_closing = client.transport.is_closing
         self._sent = b""
         self._sent_as_chunk = False
 
@@ -59,7 +58,7 @@ class ClientStream:
         request.client.count(request, cls.status)
         request.stream = stream
         stream._sent = first
-        stream._transport.write(said + stream._framed(first) if first else said)
+        stream._write(said + stream._framed(first) if first else said)
         return stream
 
     @property
@@ -72,39 +71,58 @@ class ClientStream:
 
         Not nothing: that would be the end of the stream.
         """
-        transport = self._transport
-        if transport.is_closing():
+        if self._is_closing():
             return False
         self._sent, self._sent_as_chunk = piece, False
-        transport.write(self._framed(piece))
-        return transport.get_write_buffer_size() <= _MAX_BUFFERED
+        self._write(self._framed(piece))
+        return not self._client.full
 
-    def put_chunk(self, chunk: bytes) -> bool:
-        """The same with a whole chunk as it is framed already, where this is `chunked`."""
-        transport = self._transport
-        if transport.is_closing():
-            return False
-        self._sent, self._sent_as_chunk = chunk, True
-        transport.write(chunk)
-        return transport.get_write_buffer_size() <= _MAX_BUFFERED
+    def chunk_taker(
+        self, held: Sequence[bytes], words: Sequence[bytes]
+    ) -> Callable[[bytes], bool | None] | None:
+        """What sends a whole chunk as it is framed already, as `put` does a piece.
+
+        It leaves one alone, and says None, that has one of `words`, and all of them while something
+        is `held`. None where the client is not sent chunks.
+
+        Nearly all of a stream goes this way: one call, which has all that it needs at hand.
+        """
+        if not self.chunked:
+            return None
+        client, write, is_closing = self._client, self._write, self._is_closing
+
+        def take(chunk: bytes) -> bool | None:
+            if held:
+                return None
+            for word in words:
+                # The quickest search: `in` first tries whether the word is a number.
+                if chunk.partition(word)[1]:
+                    return None
+            if is_closing():
+                return False
+            self._sent, self._sent_as_chunk = chunk, True
+            write(chunk)
+            return not client.full
+
+        return take
 
     async def drain(self) -> None:
         """Wait until the client has read; ClientGoneError."""
-        if not self._transport.is_closing():
+        if not self._is_closing():
             await self._client.drained()
-        if self._transport.is_closing():
+        if self._is_closing():
             raise ClientGoneError
 
     async def end(self, last: bytes) -> None:
         """Send what is left, and in the same packet that this is all; ClientGoneError."""
-        if self._transport.is_closing():
+        if self._is_closing():
             raise ClientGoneError
         self.ended = True
         framed = self._framed(last) if last else b""
         if self.chunked:
             framed += _LAST_CHUNK
         if framed:
-            self._transport.write(framed)
+            self._write(framed)
             await self._client.drained()
 
     def _framed(self, piece: bytes) -> bytes:

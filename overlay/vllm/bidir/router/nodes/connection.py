@@ -11,12 +11,12 @@ import httptools
 from vllm.bidir.router.http.fields import TEXT
 from vllm.bidir.router.nodes.node import Node
 from vllm.bidir.router.nodes.reply import AnswerError, Reply
+from vllm.bidir.router.nodes.size_lines import SizeLines
 from vllm.bidir.router.nodes.while_up import NodeDownError, is_down
 
 # Of an answer's head, and of anything else that is no body.
 _MAX_HEAD = 64 << 10
-# Of a chunk's size, with the line end: more than is read from a socket at once.
-_LONGEST_SIZE = 10
+_SIZE_LINES = SizeLines()
 
 
 class NodeConnection(asyncio.Protocol):
@@ -97,32 +97,27 @@ class NodeConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._between and self._hand_on(data):
-            return
-        self._read(data)
-
-    def _hand_on(self, data: bytes) -> bool:
-        """Whether it is exactly one chunk, and has been taken as it is. The parser misses nothing:
-        it stands between two chunks."""
+        # Each event of each stream comes here: no call that can be saved.
         reply = self._reply
-        if reply is None or reply.take_chunk is None:
-            return False
-        end = data.find(b"\r\n", 0, _LONGEST_SIZE)
-        size = len(data) - end - 4
-        # Nothing but a size as it is usually written: no extension, no leading zero, no space.
-        if end < 1 or size < 1 or data[:end] != b"%x" % size or not data.endswith(b"\r\n"):
-            return False
-        try:
-            taken = reply.take_chunk(data)
-        except Exception as error:
-            reply.refused(error)
-            return True
-        if taken is None:
-            return False
-        reply.heard += 1
-        if not taken:
-            reply.refused(False)
-        return True
+        if (
+            self._between
+            and reply is not None
+            and (take := reply.take_chunk) is not None
+            and data.startswith(_SIZE_LINES[len(data)])
+            and data.endswith(b"\n\r\n")
+        ):
+            # The parser misses nothing: it stands between two chunks.
+            try:
+                taken = take(data)
+            except Exception as error:
+                reply.refused(error)
+                return
+            if taken is not None:
+                reply.heard += 1
+                if not taken:
+                    reply.refused(False)
+                return
+        self._read(data)
 
     def _read(self, data: bytes) -> None:
         parser, pieces = self._parser, self._pieces

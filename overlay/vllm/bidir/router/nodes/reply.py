@@ -20,7 +20,7 @@ from vllm.bidir.router.nodes.while_up import WhileUp
 _MAX_HELD = 64 << 10
 
 Take = Callable[[bytes], bool]
-# None: the piece is to be taken without its frame.
+# Of a chunk in its frame that ends in a line's end; None: it is to be taken without its frame.
 TakeChunk = Callable[[bytes], bool | None]
 
 
@@ -88,8 +88,9 @@ class Reply:
     async def relay(self, take: Take, take_chunk: TakeChunk | None = None) -> bytes | None:
         """Hand the body over as it comes; `take` is called from within the event loop.
 
-        `take_chunk` is asked before, with what comes as exactly one chunk, in its frame (RFC 9112,
-        7.1): to take it out of one and put it into another costs more than to hand it on.
+        `take_chunk` is asked before, with what comes as exactly one chunk that ends a line, in its
+        frame (RFC 9112, 7.1): to take it out of one and put it into another costs more than to hand
+        it on.
         At its end what has come together with that, b"" for nothing: whoever asks for it can send
         it on together with an end. None once `take` has returned False, which means not now.
         Errors are AnswerError, if the answer breaks off, and those of `take`.

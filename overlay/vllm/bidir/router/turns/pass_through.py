@@ -37,7 +37,8 @@ class PassThrough:
         """
         if first and not self._take(first):
             await self._go_on()
-        take_chunk = self._take_chunk if self._client.chunked else None
+        taken = self._filter
+        take_chunk = self._client.chunk_taker(taken.held, taken.words)
         while (last := await self._upstream.relay(self._take, take_chunk)) is None:
             await self._go_on()
         return self._filter.feed(last) + self._filter.finish()
@@ -61,10 +62,3 @@ class PassThrough:
             if not piece:
                 return True
         return self._client.put(piece)
-
-    def _take_chunk(self, chunk: bytes) -> bool | None:
-        """Hand on a piece as it is framed; None where that cannot be: it is to be taken as it is.
-
-        Nearly all of a stream goes this way.
-        """
-        return self._client.put_chunk(chunk) if self._filter.passes_chunk(chunk) else None

@@ -185,18 +185,14 @@ class Responses:
 class ResponsesFilter(StreamFilter):
     """A stream filter that also notes what was said: the whole response in the last event."""
 
+    words = (*StreamFilter.words, _COMPLETED, _INCOMPLETE)
+
     def __init__(self) -> None:
         super().__init__()
         self.said: Said | None = None
 
     def has_found(self) -> bool:
         return self.said is not None or super().has_found()
-
-    def passes(self, piece: bytes) -> bool:
-        return super().passes(piece) and not _ends(piece)
-
-    def passes_chunk(self, chunk: bytes) -> bool:
-        return super().passes_chunk(chunk) and not _ends(chunk)
 
     def _find(self, lines: bytes, start: int) -> int:
         found = _LOOKED_INTO.search(lines, start)

@@ -26,11 +26,14 @@ class StreamFilter:
     the field is written anew without it; all other lines are the very bytes that came in.
     """
 
+    # What has none of these has nothing to be looked into, and may pass while nothing is held.
+    words: tuple[bytes, ...] = (_WORD,)
+
     def __init__(self) -> None:
         self.params: dict[str, Any] | None = None
-        # Of a line that has not ended yet.
-        self._rest: list[bytes] = []
-        self._rest_bytes = 0
+        # Of a line that has not ended yet; the same list all the time.
+        self.held: list[bytes] = []
+        self._held_bytes = 0
 
     def has_found(self) -> bool:
         """Whether there is something that has not been taken away yet."""
@@ -41,32 +44,31 @@ class StreamFilter:
 
         Nearly all are; what is not must be fed.
         """
-        return _WORD not in piece and piece.endswith(b"\n") and not self._rest
-
-    def passes_chunk(self, chunk: bytes) -> bool:
-        """The same of a piece that is still framed as one chunk."""
-        return _WORD not in chunk and chunk.endswith(b"\n\r\n") and not self._rest
+        has_word = any(piece.find(word) >= 0 for word in self.words)
+        return not has_word and piece.endswith(b"\n") and not self.held
 
     def feed(self, piece: bytes) -> bytes:
         """Bytes that may go out now; ValueError if a line never ends."""
         end = piece.rfind(b"\n") + 1
         lines = piece[:end]
-        if end and self._rest:
-            lines = b"".join((*self._take_rest(), lines))
+        if end and self.held:
+            lines = self._take_held() + lines
         if end < len(piece):
-            self._rest.append(piece[end:])
-            self._rest_bytes += len(piece) - end
-        if self._rest_bytes > _MAX_LINE:
+            self.held.append(piece[end:])
+            self._held_bytes += len(piece) - end
+        if self._held_bytes > _MAX_LINE:
             raise ValueError(f"a line of D's stream exceeds {_MAX_LINE} bytes")
         return self._strip(lines)
 
     def finish(self) -> bytes:
         """What is left when D's stream has ended."""
-        return self._strip(b"".join(self._take_rest())) if self._rest else b""
+        return self._strip(self._take_held()) if self.held else b""
 
-    def _take_rest(self) -> list[bytes]:
-        rest, self._rest, self._rest_bytes = self._rest, [], 0
-        return rest
+    def _take_held(self) -> bytes:
+        held = b"".join(self.held)
+        self.held.clear()
+        self._held_bytes = 0
+        return held
 
     def _find(self, lines: bytes, start: int) -> int:
         """Where the next line is that must be looked into: somewhere in it, -1 if there is none."""
@@ -91,7 +93,7 @@ class StreamFilter:
         stripped, params = take_params(payload)
         if params is not None:
             self.params = params
-        start = body.index(payload)
+        start = len(body) - len(body.lstrip())
         return _DATA + body[:start] + stripped + body[start + len(payload) :]
 
 
