@@ -249,6 +249,11 @@ def test_what_is_required_is_met_or_not() -> None:
     assert said(results(2.0, 2.0, 120.1)) == [True] * 7 + [False]
 
 
+def test_what_is_just_not_met_does_not_look_as_if_it_were() -> None:
+    text = report(results(2.0, 12 / 5.97, 120.0))
+    assert text.count(" 5.9x ") == 3 and " 6.0x " not in text
+
+
 def test_a_smaller_load_meets_nothing() -> None:
     data = results(2.0, 2.0, 120.0)
     data["settings"]["concurrency"] = 63
