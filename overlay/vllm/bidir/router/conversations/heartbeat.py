@@ -36,9 +36,9 @@ One = TypeVar("One")
 MOST_IDS = 10_000
 # A tenth of a millisecond's work.
 _AT_ONCE = 100
-# How long ended leases are collected, so that many cost one call. D needs none of their blocks
-# sooner: what it is short of it takes from leases by itself.
-COLLECT_S = 1.0
+# How long ended leases are collected, so that many cost one call. Until then they count against
+# D's budget: with a second, many short conversations would have leases of others refused.
+COLLECT_S = 0.2
 _PER_LEASE = 3
 # So that routers of one cluster do not call in step.
 _JITTER = 0.1
