@@ -37,8 +37,7 @@ class PassThrough:
         """
         if first and not self._take(first):
             await self._go_on()
-        taken = self._filter
-        take_chunk = self._client.chunk_taker(taken.held, taken.words)
+        take_chunk = self._client.chunk_taker(self._filter.held, self._filter.words)
         while (last := await self._upstream.relay(self._take, take_chunk)) is None:
             await self._go_on()
         return self._filter.feed(last) + self._filter.finish()

@@ -24,9 +24,9 @@ from vllm.bidir.router.turns.stream import NEEDLE, StreamFilter, event_payload
 PATH = "/v1/responses"
 PREVIOUS = "previous_response_id"
 # A response's last event is one of these.
-_COMPLETED, _INCOMPLETE = b'"response.completed"', b'"response.incomplete"'
+_LAST = (b'"response.completed"', b'"response.incomplete"')
 # In one pass: each line may have any of them.
-_LOOKED_INTO = re.compile(b"|".join(map(re.escape, (NEEDLE, _COMPLETED, _INCOMPLETE))))
+_LOOKED_INTO = re.compile(b"|".join(map(re.escape, (NEEDLE, *_LAST))))
 # Of an entry's two keys, its places and its objects.
 _ENTRY_BYTES = 400
 # One behind the other: no conversation has as many, and each request would walk them all.
@@ -185,7 +185,7 @@ class Responses:
 class ResponsesFilter(StreamFilter):
     """A stream filter that also notes what was said: the whole response in the last event."""
 
-    words = (*StreamFilter.words, _COMPLETED, _INCOMPLETE)
+    words = (*StreamFilter.words, *_LAST)
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,17 +200,12 @@ class ResponsesFilter(StreamFilter):
 
     def _strip_line(self, line: bytes) -> bytes:
         payload = event_payload(line)
-        if payload is not None and _ends(payload):
+        if payload is not None and any(word in payload for word in _LAST):
             try:
                 self.said = _EVENT.decode(payload).response
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 self.said = None
         return super()._strip_line(line)
-
-
-def _ends(data: bytes) -> bool:
-    """Whether a response's last event may be in these bytes."""
-    return _COMPLETED in data or _INCOMPLETE in data
 
 
 def said_in(whole: bytes) -> Said | None:
